@@ -1,8 +1,17 @@
-"""The architectures that lean decoders know, by the names of their classes in transformers. Needs no torch."""
+"""The architectures with rows of their own in one table, by their `model_type` in transformers. Needs no torch.
+
+Lean decoders run the rows with `lean`; the generic decoder runs all others. GGUF files hold the rows with `gguf`.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from foretoken.decoder.blocks import Activation
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -12,7 +21,7 @@ class LeanArchitecture:
     Attributes:
         norms: Names of a layer's norms before and after attention, before and after the feed-forward layer; None
             without a norm.
-        norm_offset: Added to a norm's weight.
+        norm_offset: Added to a norm's weight. GGUF files hold the sum.
         activation: The configuration's entry that names the activation.
         window: Source of the sliding window: "none", "config" (one for all layers), or "layer"
             (`self_attn.sliding_window`).
@@ -28,33 +37,147 @@ class LeanArchitecture:
     softcap: bool = False
 
 
-_SANDWICH = (
-    "input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm",
-)  # fmt: skip
-LEAN_ARCHITECTURES = {
-    "LlamaForCausalLM": LeanArchitecture(),
-    "MistralForCausalLM": LeanArchitecture(window="config"),
-    "MixtralForCausalLM": LeanArchitecture(window="config"),
-    "Qwen2ForCausalLM": LeanArchitecture(window="layer"),
-    "Qwen3ForCausalLM": LeanArchitecture(window="layer"),
-    "Qwen3MoeForCausalLM": LeanArchitecture(window="layer"),
-    "Phi3ForCausalLM": LeanArchitecture(window="config"),
-    "SmolLM3ForCausalLM": LeanArchitecture(window="layer"),
-    "Olmo2ForCausalLM": LeanArchitecture(norms=(None, "post_attention_layernorm", None, "post_feedforward_layernorm")),
-    "Olmo3ForCausalLM": LeanArchitecture(
-        norms=(None, "post_attention_layernorm", None, "post_feedforward_layernorm"), window="layer"
-    ),
-    "Gemma2ForCausalLM": LeanArchitecture(
-        norms=_SANDWICH, norm_offset=1.0, activation="hidden_activation", window="layer", softcap=True
-    ),
-    "Gemma3ForCausalLM": LeanArchitecture(
-        norms=_SANDWICH, norm_offset=1.0, activation="hidden_activation", window="layer"
-    ),
-    "Starcoder2ForCausalLM": LeanArchitecture(window="config"),
+# transformers' names of the parts of a block, by the names of their tensors in GGUF files.
+_PARTS = {
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+    "attn_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm",
 }
 
 
+@dataclass(frozen=True, slots=True)
+class GgufArchitecture:
+    """How llama.cpp stores an architecture.
+
+    Attributes:
+        name: Of the architecture in the file.
+        own_parts: The parts of a block by their tensors' names, where they differ from Llama's.
+        switches: Fields that a tensor's presence tells.
+        epsilon: The key of the norms' epsilon, and its field.
+        is_permuted: Whether rows of queries and keys are in pairs that turn together, see `Settings.row_order`.
+        scales: Fields of factors by their keys.
+        window: How many layers from one without a window to the next; 0: no layer has its own.
+        default_window: Of a file that does not state it; None for none.
+        has_own_head_dim: Whether the configuration has a field for it whatever its value.
+        is_lean: Whether lean decoders read the file themselves, which takes the columns below.
+        activation: Of the feed-forward layer.
+        scales_embedding: Whether embeddings are multiplied by sqrt(hidden size), rounded to the dtype of the model.
+        has_head_norms: Whether the heads of queries and keys have norms.
+        biases: The matrices with biases that no setting tells.
+    """
+
+    name: str
+    own_parts: Mapping[str, str] = field(default_factory=dict)
+    switches: Mapping[str, str] = field(default_factory=dict)
+    epsilon: tuple[str, str] = ("attention.layer_norm_rms_epsilon", "rms_norm_eps")
+    is_permuted: bool = False
+    scales: Mapping[str, str] = field(default_factory=dict)
+    window: int = 0
+    default_window: int | None = None
+    has_own_head_dim: bool = False
+    is_lean: bool = False
+    activation: Activation = "silu"
+    scales_embedding: bool = False
+    has_head_norms: bool = False
+    biases: tuple[str, ...] = ()
+
+    @property
+    def parts(self) -> dict[str, str]:
+        """Names of the parts of a block in transformers, by the names of their tensors."""
+        return {**_PARTS, **self.own_parts}
+
+
+@dataclass(frozen=True, slots=True)
+class Architecture:
+    """A row of the table.
+
+    Attributes:
+        name: Of its class in transformers.
+        lean: How lean decoders find the weights in transformers' module; None if they do not know the architecture.
+        gguf: How GGUF files have it; None if they have it under no name, or under the name of another row.
+        is_plain: Whether safetensors and configuration are Llama's, but for biases, norms of heads and windows: such
+            models are inspected without transformers, and padded to cost twins.
+    """
+
+    name: str
+    lean: LeanArchitecture | None = None
+    gguf: GgufArchitecture | None = None
+    is_plain: bool = False
+
+
+_BIAS = {"attention_bias": "blk.0.attn_q.bias"}
+_BIASES = _BIAS | {"mlp_bias": "blk.0.ffn_up.bias"}
+_POST_NORMS = {"post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm"}
+_GEMMA_NORMS = _POST_NORMS | {"ffn_norm": "pre_feedforward_layernorm"}
+_EXPERTS = {f"ffn_{part}_exps": f"mlp.experts.{part}_proj" for part in ("gate", "up", "down")}
+_LAYER_NORM = ("attention.layer_norm_epsilon", "layer_norm_eps")
+_LOGIT_SCALE = {"logit_scale": "logit_scale"}
+_CONFIG_WINDOW, _LAYER_WINDOW = LeanArchitecture(window="config"), LeanArchitecture(window="layer")
+_OLMO = LeanArchitecture(norms=(None, "post_attention_layernorm", None, "post_feedforward_layernorm"))
+_GEMMA = LeanArchitecture(
+    norms=("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"),
+    norm_offset=1.0, activation="hidden_activation", window="layer",
+)  # fmt: skip
+ARCHITECTURES = {
+    "llama": Architecture("LlamaForCausalLM", LeanArchitecture(), GgufArchitecture(
+        "llama", switches=_BIASES, is_permuted=True, has_own_head_dim=True, is_lean=True), is_plain=True),
+    "mistral": Architecture("MistralForCausalLM", _CONFIG_WINDOW, is_plain=True),  # "llama" in GGUF files
+    "mixtral": Architecture("MixtralForCausalLM", _CONFIG_WINDOW, GgufArchitecture(  # "llama" with experts
+        "llama", _EXPERTS | {"ffn_gate_inp": "mlp.gate"}, is_permuted=True)),
+    "qwen2": Architecture("Qwen2ForCausalLM", _LAYER_WINDOW, GgufArchitecture(
+        "qwen2", is_lean=True, biases=("attn_q", "attn_k", "attn_v")), is_plain=True),
+    "qwen3": Architecture("Qwen3ForCausalLM", _LAYER_WINDOW, GgufArchitecture(
+        "qwen3", switches=_BIAS, has_own_head_dim=True, is_lean=True, has_head_norms=True), is_plain=True),
+    "phi3": Architecture("Phi3ForCausalLM", _CONFIG_WINDOW, GgufArchitecture(
+        "phi3", {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"})),
+    "starcoder2": Architecture("Starcoder2ForCausalLM", _CONFIG_WINDOW, GgufArchitecture(
+        "starcoder2", {"ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"}, {"use_bias": "blk.0.attn_q.bias"},
+        epsilon=("attention.layer_norm_epsilon", "norm_epsilon"))),
+    "gemma2": Architecture("Gemma2ForCausalLM", replace(_GEMMA, softcap=True), GgufArchitecture(
+        "gemma2", _GEMMA_NORMS, window=2, default_window=4096, has_own_head_dim=True)),
+    "gemma3_text": Architecture("Gemma3ForCausalLM", _GEMMA, GgufArchitecture(
+        "gemma3", _GEMMA_NORMS, window=6, has_own_head_dim=True, is_lean=True, activation="gelu_tanh",
+        scales_embedding=True, has_head_norms=True)),
+    "qwen3_moe": Architecture("Qwen3MoeForCausalLM", _LAYER_WINDOW, GgufArchitecture(
+        "qwen3moe", _EXPERTS | {"ffn_gate_inp": "mlp.gate"}, _BIAS, has_own_head_dim=True)),
+    "smollm3": Architecture("SmolLM3ForCausalLM", _LAYER_WINDOW, GgufArchitecture(
+        "smollm3", switches=_BIASES, is_permuted=True)),
+    "olmo2": Architecture("Olmo2ForCausalLM", _OLMO, GgufArchitecture("olmo2", _POST_NORMS, _BIAS)),
+    "olmo3": Architecture("Olmo3ForCausalLM", replace(_OLMO, window="layer"), GgufArchitecture(
+        "olmo2", _POST_NORMS, _BIAS, window=4)),  # "olmo2" with a window
+    "granite": Architecture("GraniteForCausalLM", gguf=GgufArchitecture(
+        "granite", switches=_BIASES, is_permuted=True, scales={
+            "logit_scale": "logits_scaling", "residual_scale": "residual_multiplier",
+            "embedding_scale": "embedding_multiplier", "attention.scale": "attention_multiplier"})),
+    "glm4": Architecture("Glm4ForCausalLM", gguf=GgufArchitecture("glm4", {
+        "post_attention_norm": "post_self_attn_layernorm", "post_ffw_norm": "post_mlp_layernorm",
+        "ffn_up": "mlp.gate_up_proj"}, _BIAS, has_own_head_dim=True)),
+    "exaone4": Architecture("Exaone4ForCausalLM", gguf=GgufArchitecture("exaone4", _POST_NORMS, has_own_head_dim=True)),
+    "cohere": Architecture("CohereForCausalLM", gguf=GgufArchitecture(
+        "command-r", switches=_BIAS | {"use_qk_norm": "blk.0.attn_q_norm.weight"}, epsilon=_LAYER_NORM,
+        scales=_LOGIT_SCALE)),
+    "cohere2": Architecture("Cohere2ForCausalLM", gguf=GgufArchitecture(
+        "cohere2", switches=_BIAS, epsilon=_LAYER_NORM, scales=_LOGIT_SCALE, window=4)),
+    "gpt_oss": Architecture("GptOssForCausalLM", gguf=GgufArchitecture("gpt-oss", _EXPERTS | {
+        "attn_sinks": "self_attn.sinks", "post_attention_norm": "post_attention_layernorm",
+        "ffn_gate_inp": "mlp.router"}, _BIAS, window=2, has_own_head_dim=True)),
+}  # fmt: skip
+LEAN_ARCHITECTURES = {each.name: each.lean for each in ARCHITECTURES.values() if each.lean is not None}
+GGUF_ARCHITECTURES = {kind: each.gguf for kind, each in ARCHITECTURES.items() if each.gguf is not None}
+PLAIN_ARCHITECTURES = {kind: each.name for kind, each in ARCHITECTURES.items() if each.is_plain}
+
+
 def is_lean(name: str) -> bool:
-    """Decides whether a lean decoder knows an architecture, by its class in transformers or its name in GGUF files."""
-    ending = "ForCausalLM"
-    return name in LEAN_ARCHITECTURES or f"{name}{ending}".lower() in map(str.lower, LEAN_ARCHITECTURES)
+    """Decides whether a lean decoder knows an architecture, by its class or type in transformers, or its GGUF name."""
+    return any(
+        each.lean is not None and name in (kind, each.name, each.gguf and each.gguf.name)
+        for kind, each in ARCHITECTURES.items()
+    )

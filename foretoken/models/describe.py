@@ -15,6 +15,7 @@ from safetensors import safe_open
 from foretoken.core.checks import shown
 from foretoken.core.errors import ModelError, foreign_errors_as, one_line
 from foretoken.files.bounded_reads import read_json_object, tensor_headers
+from foretoken.models.architectures import PLAIN_ARCHITECTURES
 from foretoken.models.config_checks import ATTENTION_LAYERS, SIZES, check_model_files, is_size, read_twin_record
 from foretoken.models.local import is_gguf
 from foretoken.models.quantization.gguf_header import read_headers
@@ -22,12 +23,6 @@ from foretoken.models.quantization.gguf_header import read_headers
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-_PLAIN = {
-    "llama": "LlamaForCausalLM",
-    "mistral": "MistralForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-}
 _PLAIN_SIZES = ("num_hidden_layers", "hidden_size", "vocab_size", "max_position_embeddings")
 _PLAIN_TENSORS = ("model.layers.", "model.embed_tokens.", "model.norm.", "lm_head.")
 _MOST_TOKENS = 1 << 22  # of a vocabulary; a choice: the largest public ones have some 260,000
@@ -49,7 +44,7 @@ def describe_plain(directory: Path) -> dict[str, Any] | None:
         return None
     model_type, layer_types = str(config.get("model_type")), config.get("layer_types") or []
     is_plain = (
-        config.get("architectures") == [_PLAIN.get(model_type)]
+        config.get("architectures") == [PLAIN_ARCHITECTURES.get(model_type)]
         and all(is_size(config.get(key)) for key in (*_PLAIN_SIZES, "intermediate_size", "num_attention_heads"))
         and all(is_size(config[key]) for key in SIZES if config.get(key) is not None)
         and config["hidden_size"] % config["num_attention_heads"] == 0
@@ -65,7 +60,7 @@ def describe_plain(directory: Path) -> dict[str, Any] | None:
     if not all(key.startswith(_PLAIN_TENSORS) and not key.endswith(".qweight") for key in keys):
         return None
     sizes = dict(zip(("layers", "hidden_size", "vocabulary", "context"), map(config.get, _PLAIN_SIZES), strict=True))
-    return _facts(directory, paths, _PLAIN[model_type], sizes, _YES)
+    return _facts(directory, paths, PLAIN_ARCHITECTURES[model_type], sizes, _YES)
 
 
 def describe_directory(directory: Path) -> dict[str, Any]:

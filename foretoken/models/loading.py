@@ -247,7 +247,7 @@ def _gguf_model(name: str, wanted: str, device: torch.device, rounds_inputs: boo
     vocab_size = fields["vocab_size"]
     return LoadedModel(
         make_module=module,
-        architecture=settings.architecture.model_type,
+        architecture=settings.model_type,
         sizes={key: value for key, value in fields.items() if isinstance(value, int)},
         num_weights=settings.file.num_weights,
         lean=weights,

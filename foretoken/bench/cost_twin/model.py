@@ -21,6 +21,7 @@ from foretoken.core.errors import ConfigError, ModelError
 from foretoken.files.bounded_reads import read_json_object
 from foretoken.formats.checkpoint import TargetFingerprint, lm_head_hash
 from foretoken.formats.files import Weights, open_files, write_config, write_weights
+from foretoken.models.architectures import PLAIN_ARCHITECTURES
 from foretoken.models.config_checks import TWIN_KEY, TwinRecord, check_model_files, read_twin_record
 from foretoken.models.loading import check_architecture, load_config
 from foretoken.models.weight_files import check_shapes, read_headers
@@ -119,7 +120,6 @@ def exactly(tensor: Tensor, dtype: torch.dtype | None, what: str) -> Tensor:
     return converted
 
 
-MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 _BOTH, _LAST = (-2, -1), (-1,)
 _READS = Rule(axes=_BOTH)
 _WRITES = Rule(axes=_BOTH, is_written=True)
@@ -213,11 +213,11 @@ def open_model(path: Path) -> SmallModel:
     record = read_twin_record(config, name)
     if record is not None:
         raise ModelError(f"'{path}' is a {record} already. Expected a trained model. Make the twin of '{record.of}'.")
-    if config.get("model_type") not in MODEL_TYPES or config.get("quantization_config") is not None:
+    if config.get("model_type") not in PLAIN_ARCHITECTURES or config.get("quantization_config") is not None:
         quantised = "quantised " if config.get("quantization_config") is not None else ""
         raise ModelError(
             f"'{path}' is a {quantised}'{config.get('model_type')}', which cannot be padded. Expected weights that are "
-            f"not quantised, of one of {', '.join(MODEL_TYPES)}."
+            f"not quantised, of one of {', '.join(PLAIN_ARCHITECTURES)}."
         )
     known = load_config(name)
     check_architecture(known, name)

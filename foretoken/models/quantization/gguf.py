@@ -15,14 +15,13 @@ from torch import Tensor, nn
 from foretoken.core.errors import ModelError, foreign_errors_as, listed
 from foretoken.decoder.quantized_embedding import is_plain_embedding
 from foretoken.decoder.quantized_experts import is_plain_experts
+from foretoken.models.architectures import ARCHITECTURES, GgufArchitecture
 from foretoken.models.quantization.experts import PARTS as EXPERT_PARTS
 from foretoken.models.quantization.experts import experts_of
 from foretoken.models.quantization.gguf_config import (
     BLOCK,
     LONG_ROPE_FACTORS,
-    PARTS,
     ROPE_FACTORS,
-    Architecture,
     Settings,
     read_settings,
     refusal,
@@ -92,8 +91,10 @@ def stored_model(settings: Settings) -> StoredModel:
             parts = [tensors.pop(key) for key in keys if key in tensors]
             if len(parts) == len(keys):  # `build` refuses some of them in integers
                 tensors |= _joined_experts(owner, kind, config, *parts)
-        if config.model_type.startswith("gemma"):  # transformers adds 1 to the weights of norms, llama.cpp does not
-            tensors |= {key: file.dense(names[key]).float() - 1 for key in tensors if key.endswith("norm.weight")}
+        lean = ARCHITECTURES[settings.model_type].lean
+        if lean is not None and lean.norm_offset:
+            norms = [key for key in tensors if key.endswith("norm.weight")]
+            tensors |= {key: file.dense(names[key]).float() - lean.norm_offset for key in norms}
         return tensors
 
     label = f"GGUF, {' and '.join(sorted(types))}"
@@ -113,10 +114,9 @@ def _joined_experts(owner: str, kind: str, config: Any, gate: Tensor, up: Tensor
     return dict(zip(names, joined, strict=True))
 
 
-def _tensor_names(file: GgufFile, architecture: Architecture) -> dict[str, str]:
+def _tensor_names(file: GgufFile, architecture: GgufArchitecture) -> dict[str, str]:
     """Returns the file's name of every weight of transformers."""
-    parts = PARTS | architecture.parts
-    names, unknown = {}, []
+    parts, names, unknown = architecture.parts, {}, []
     for name in file.tensors:
         stem, _, kind = name.rpartition(".")
         match = BLOCK.fullmatch(stem)

@@ -1,4 +1,4 @@
-"""Reads the configuration that a GGUF file states, as transformers has it, and names the tensors of an architecture.
+"""Reads the configuration that a GGUF file states, as transformers has it.
 
 What a file leaves out is as llama.cpp takes it; a setting that is not known is refused, because it may change the
 model. This module reads no weights but factors of positions.
@@ -17,6 +17,7 @@ import torch
 
 from foretoken.core.checks import shown
 from foretoken.core.errors import ModelError, foreign_errors_as, listed, one_line
+from foretoken.models.architectures import GGUF_ARCHITECTURES, GgufArchitecture
 from foretoken.models.config_checks import check_sizes, is_size
 from foretoken.models.quantization.gguf_vocabulary import read_vocabulary
 
@@ -27,112 +28,8 @@ if TYPE_CHECKING:
 
     from foretoken.models.quantization.gguf_file import GgufFile, StoredTensor
 
-_RMS = ("attention.layer_norm_rms_epsilon", "rms_norm_eps")
-_LAYER = "attention.layer_norm_epsilon"
-
-
-class Architecture(NamedTuple):
-    """How transformers has an architecture of llama.cpp.
-
-    Attributes:
-        model_type: Of transformers.
-        parts: The parts of a block by their tensors' names, where they differ from `PARTS`.
-        switches: Fields that a tensor's presence tells.
-        epsilon: The key of the norms' epsilon, and its field.
-        is_permuted: Whether rows of queries and keys are in pairs that turn together, see `row_order`.
-        scales: Fields of factors by their keys.
-        window: How many layers from one without a window to the next; 0: no layer has its own.
-        default_window: Of a file that does not state it; None for none.
-        has_own_head_dim: Whether the configuration has a field for it whatever its value.
-    """
-
-    model_type: str
-    parts: dict[str, str] = {}  # noqa: RUF012 - never changed
-    switches: dict[str, str] = {}  # noqa: RUF012
-    epsilon: tuple[str, str] = _RMS
-    is_permuted: bool = False
-    scales: dict[str, str] = {}  # noqa: RUF012
-    window: int = 0
-    default_window: int | None = None
-    has_own_head_dim: bool = False
-
-
-_GEMMA = {
-    "post_attention_norm": "post_attention_layernorm",
-    "ffn_norm": "pre_feedforward_layernorm",
-    "post_ffw_norm": "post_feedforward_layernorm",
-}
-_POST_NORMS = {"post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm"}
-_MIXTURE = {"ffn_gate_inp": "mlp.gate"} | {
-    f"ffn_{part}_exps": f"mlp.experts.{part}_proj" for part in ("gate", "up", "down")
-}
-_BIAS = {"attention_bias": "blk.0.attn_q.bias"}
-_BIASES = _BIAS | {"mlp_bias": "blk.0.ffn_up.bias"}
-_COHERE = Architecture("cohere", switches=_BIAS | {"use_qk_norm": "blk.0.attn_q_norm.weight"},
-                       epsilon=(_LAYER, "layer_norm_eps"), scales={"logit_scale": "logit_scale"})  # fmt: skip
-_ARCHITECTURES = {
-    "llama": Architecture("llama", switches=_BIASES, is_permuted=True, has_own_head_dim=True),
-    "qwen2": Architecture("qwen2"),
-    "qwen3": Architecture("qwen3", switches=_BIAS, has_own_head_dim=True),
-    "phi3": Architecture("phi3", {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}),
-    "starcoder2": Architecture(
-        "starcoder2",
-        {"ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"},
-        {"use_bias": "blk.0.attn_q.bias"},
-        (_LAYER, "norm_epsilon"),
-    ),
-    "gemma2": Architecture("gemma2", _GEMMA, window=2, default_window=4096, has_own_head_dim=True),
-    "gemma3": Architecture("gemma3_text", _GEMMA, window=6, has_own_head_dim=True),
-    "qwen3moe": Architecture("qwen3_moe", _MIXTURE, _BIAS, has_own_head_dim=True),
-    "smollm3": Architecture("smollm3", switches=_BIASES, is_permuted=True),
-    "olmo2": Architecture("olmo2", _POST_NORMS, _BIAS),
-    "granite": Architecture(
-        "granite", switches=_BIASES, is_permuted=True,
-        scales={
-            "logit_scale": "logits_scaling", "residual_scale": "residual_multiplier",
-            "embedding_scale": "embedding_multiplier", "attention.scale": "attention_multiplier",
-        },
-    ),
-    "glm4": Architecture(
-        "glm4",
-        {
-            "post_attention_norm": "post_self_attn_layernorm", "post_ffw_norm": "post_mlp_layernorm",
-            "ffn_up": "mlp.gate_up_proj",
-        },
-        _BIAS, has_own_head_dim=True,
-    ),
-    "exaone4": Architecture("exaone4", _POST_NORMS, has_own_head_dim=True),
-    "command-r": _COHERE,
-    "cohere2": _COHERE._replace(model_type="cohere2", switches=_BIAS, window=4),
-    "gpt-oss": Architecture(
-        "gpt_oss",
-        {
-            "attn_sinks": "self_attn.sinks", "post_attention_norm": "post_attention_layernorm",
-            "ffn_gate_inp": "mlp.router",
-        } | {f"ffn_{part}_exps": f"mlp.experts.{part}_proj" for part in ("gate", "up", "down")},
-        _BIAS, window=2, has_own_head_dim=True,
-    ),
-}  # fmt: skip
-_MIXTRAL = _ARCHITECTURES["llama"]._replace(
-    model_type="mixtral", parts=_MIXTURE, switches={}, has_own_head_dim=False
-)  # "llama" with experts
-_OLMO3 = _ARCHITECTURES["olmo2"]._replace(model_type="olmo3", window=4)  # "olmo2" with a window
-_EXAONE4_32B = _ARCHITECTURES["exaone4"]._replace(window=4, default_window=4096)
 _LAYERS_OF_EXAONE4_32B = 64  # llama.cpp recognises these models by their layers too
 _LAYERS_OF_27B = {"gemma2": 46, "gemma3": 62}
-PARTS = {
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-    "attn_norm": "input_layernorm",
-    "ffn_norm": "post_attention_layernorm",
-}
 BLOCK = re.compile(r"blk\.(0|[1-9][0-9]{0,5})\.(\w+)")
 ROPE_FACTORS = "rope_freqs.weight"  # one for each pair of a head, in place of a formula's parameters
 LONG_ROPE_FACTORS = ("rope_factors_short.weight", "rope_factors_long.weight")
@@ -164,15 +61,24 @@ class _Values:
     def __init__(self, file: GgufFile) -> None:
         self.path = file.path
         self.name = str(file.values.get("general.architecture"))
-        if self.name not in _ARCHITECTURES:
+        kinds = [kind for kind, each in GGUF_ARCHITECTURES.items() if each.name == self.name]
+        if not kinds:
+            names = dict.fromkeys(each.name for each in GGUF_ARCHITECTURES.values())
             raise ModelError(
                 f"'{self.path}' holds a model of the architecture {shown(self.name)}. Expected one of "
-                f"{', '.join(_ARCHITECTURES)}. Use safetensors of the model."
+                f"{', '.join(names)}. Use safetensors of the model."
             )
         prefix = f"{self.name}."
         self.own = {key.removeprefix(prefix): each for key, each in file.values.items() if key.startswith(prefix)}
         self.is_mixture = bool(self.own.get("expert_count"))
-        self.architecture = self._architecture()
+        self.model_type = kinds[0]
+        if self.name == "llama" and self.is_mixture:
+            self.model_type = "mixtral"
+        elif self.name == "olmo2" and self.own.get("attention.sliding_window"):
+            self.model_type = "olmo3"
+        self.architecture = GGUF_ARCHITECTURES[self.model_type]
+        if self.name == "exaone4" and self.own.get("block_count") == _LAYERS_OF_EXAONE4_32B:
+            self.architecture = replace(self.architecture, window=4, default_window=4096)
         if self.is_mixture != ("ffn_gate_inp" in self.architecture.parts):
             found, wanted = ("is a mixture of", "a dense model") if self.is_mixture else ("has no", "some")
             raise self.refusal(f"{found} experts", wanted)
@@ -181,19 +87,10 @@ class _Values:
         if unknown:
             raise self.refusal(f"has {prefix}{listed(unknown)}, which may change the model", "known settings")
 
-    def _architecture(self) -> Architecture:
-        if self.name == "llama" and self.is_mixture:
-            return _MIXTRAL
-        if self.name == "olmo2" and self.own.get("attention.sliding_window"):
-            return _OLMO3
-        if self.name == "exaone4" and self.own.get("block_count") == _LAYERS_OF_EXAONE4_32B:
-            return _EXAONE4_32B
-        return _ARCHITECTURES[self.name]
-
     @property
     def has_two_ropes(self) -> bool:
         """Whether layers with a window rotate by another base or scaling."""
-        return self.architecture.model_type in ("gemma3_text", "olmo3")
+        return self.model_type in ("gemma3_text", "olmo3")
 
     def refusal(self, what: str, expected: str) -> ModelError:
         return ModelError(f"'{self.path}' {what}. Expected {expected}. Use another file, or safetensors of the model.")
@@ -222,12 +119,15 @@ class Settings(NamedTuple):
 
     Attributes:
         file: With one tensor for each part of a block.
+        model_type: The architecture's row of `ARCHITECTURES`.
+        architecture: How the file has it.
         fields: Of transformers' configuration; what the file does not state is as llama.cpp takes it.
         others: Keys of `fields` that not every architecture has, as the file calls them.
     """
 
     file: GgufFile
-    architecture: Architecture
+    model_type: str
+    architecture: GgufArchitecture
     fields: dict[str, Any]
     others: dict[str, str]
 
@@ -251,7 +151,7 @@ class Settings(NamedTuple):
 
         path = self.file.path
         with foreign_errors_as(ModelError, lambda err: refusal("configuration", path, err)):
-            config: Any = AutoConfig.for_model(self.architecture.model_type, **self.fields)
+            config: Any = AutoConfig.for_model(self.model_type, **self.fields)
         foreign = [key for key, field in self.others.items() if self.fields[field] and not hasattr(type(config), field)]
         if foreign:
             raise ModelError(
@@ -314,7 +214,7 @@ def read_settings(file: GgufFile) -> Settings:
         fields |= _mixture(values, fields["intermediate_size"])
     fields |= {field: tensor in file.tensors for field, tensor in architecture.switches.items()}
     others = {f"{values.name}.{key}": field for key, field in _OTHERS.items() if key in values.own}
-    return Settings(file, architecture, fields, others)
+    return Settings(file, values.model_type, architecture, fields, others)
 
 
 def refusal(what: str, path: Path, error: Exception) -> str:

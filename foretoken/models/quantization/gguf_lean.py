@@ -13,12 +13,11 @@ from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import cached_property
 from threading import Thread, main_thread
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from foretoken.decoder.blocks import (
-    Activation,
     Block,
     Blocks,
     BlockSpec,
@@ -30,6 +29,7 @@ from foretoken.decoder.blocks import (
 )
 from foretoken.decoder.native_linear import linear_layer
 from foretoken.decoder.quantized import QuantizedLinear, QuantizedMatrix
+from foretoken.models.architectures import ARCHITECTURES, LeanArchitecture
 from foretoken.models.quantization.gguf_config import ROPE_FACTORS
 from foretoken.models.quantization.stored import label_of_inputs
 
@@ -41,39 +41,6 @@ if TYPE_CHECKING:
     from foretoken.models.quantization.gguf_config import Settings
 
 
-class _Architecture(NamedTuple):
-    """How an architecture differs from Llama.
-
-    Attributes:
-        norms: The tensors of a block's norms before and after attention, before and after the feed-forward layer.
-        scales_embedding: Whether embeddings are multiplied by sqrt(E), rounded to the dtype of the model.
-        norm_offset: What weights of norms have more than in transformers.
-        has_head_norms: Whether the heads of queries and keys have norms.
-        biases: The matrices with biases that no setting tells.
-        others: Settings that it has beside the common ones, see `Settings.others`.
-    """
-
-    norms: tuple[str, str | None, str, str | None] = ("attn_norm", None, "ffn_norm", None)
-    activation: Activation = "silu"
-    scales_embedding: bool = False
-    norm_offset: float = 0.0
-    has_head_norms: bool = False
-    biases: tuple[str, ...] = ()
-    others: frozenset[str] = frozenset()
-
-
-_GEMMA3 = _Architecture(
-    ("attn_norm", "post_attention_norm", "ffn_norm", "post_ffw_norm"),
-    "gelu_tanh",
-    True,
-    1.0,
-    True,
-    others=frozenset({"sliding_window"}),
-)
-_ARCHITECTURES = {
-    "llama": _Architecture(), "qwen2": _Architecture(biases=("attn_q", "attn_k", "attn_v")),
-    "qwen3": _Architecture(has_head_norms=True), "gemma3_text": _GEMMA3,
-}  # fmt: skip
 _BIASES = {
     "attention_bias": ("attn_q", "attn_k", "attn_v", "attn_output"), "mlp_bias": ("ffn_gate", "ffn_up", "ffn_down"),
 }  # fmt: skip
@@ -86,11 +53,13 @@ class LeanFile:
 
     Attributes:
         settings: Of an architecture that is known here, with all tensors in their shapes.
+        lean: The architecture's row for lean decoders.
         dtype: Of inputs and outputs, float32 or bfloat16.
         input_bits: Of matrices in integers, see `QuantizedMatrix`; None for those of the dtype.
     """
 
     settings: Settings
+    lean: LeanArchitecture
     dtype: torch.dtype
     input_bits: int | None = None
 
@@ -155,16 +124,12 @@ class LeanFile:
         scale = torch.tensor(fields["hidden_size"] ** 0.5, dtype=self.dtype).item()
         return LeanWeights(
             embedding=self._matrix("token_embd"),
-            embedding_scale=scale if self._architecture.scales_embedding else 1.0,
+            embedding_scale=scale if self.settings.architecture.scales_embedding else 1.0,
             layers=Blocks(blocks=blocks, final_norm=self._norm("output_norm")),
             head=self._head,
             logit_softcap=None,
             is_borrowed=False,
         )
-
-    @property
-    def _architecture(self) -> _Architecture:
-        return _ARCHITECTURES[self.settings.architecture.model_type]
 
     @cached_property
     def _head(self) -> nn.Module:
@@ -172,14 +137,15 @@ class LeanFile:
         return QuantizedLinear(weight) if isinstance(weight, QuantizedMatrix) else linear_layer(weight)
 
     def _block(self, layer: int, kind: str, rotary: Rotary) -> Block:
-        fields, architecture, at = self.settings.fields, self._architecture, f"blk.{layer}."
+        fields, at = self.settings.fields, f"blk.{layer}."
         head_dim = _head_dim(fields)
         query, key, value, output, gate, up, down = (
             Matrix(weight=self._matrix(at + name), bias=self._bias(at + name))
             for name in ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down")
         )
-        norms = (None if name is None else self._norm(at + name) for name in architecture.norms)
-        attention_norm, attention_post_norm, mlp_norm, mlp_post_norm = norms
+        attention_norm, attention_post_norm, mlp_norm, mlp_post_norm = (
+            None if name is None else self._norm(at + name) for name in _norms(self.settings, self.lean)
+        )
         return Block(
             spec=BlockSpec(
                 num_heads=fields["num_attention_heads"],
@@ -187,7 +153,7 @@ class LeanFile:
                 head_dim=head_dim,
                 scale=fields.get("query_pre_attn_scalar", head_dim) ** -0.5,
                 window=fields["sliding_window"] if kind == "sliding_attention" else None,
-                activation=architecture.activation,
+                activation=self.settings.architecture.activation,
             ),
             query=query,
             key=key,
@@ -198,8 +164,8 @@ class LeanFile:
             attention_post_norm=attention_post_norm,
             mlp_norm=mlp_norm,
             mlp_post_norm=mlp_post_norm,
-            query_norm=self._norm(f"{at}attn_q_norm") if architecture.has_head_norms else None,
-            key_norm=self._norm(f"{at}attn_k_norm") if architecture.has_head_norms else None,
+            query_norm=self._norm(f"{at}attn_q_norm") if self.settings.architecture.has_head_norms else None,
+            key_norm=self._norm(f"{at}attn_k_norm") if self.settings.architecture.has_head_norms else None,
             rotary=rotary,
         )
 
@@ -239,25 +205,32 @@ class LeanFile:
 
     def _norm(self, name: str) -> Norm:
         """Returns a norm with weights rounded as in transformers' model, which has those of Gemma less 1."""
-        offset = self._architecture.norm_offset
+        offset = self.lean.norm_offset
         rounded = (self.settings.file.dense(f"{name}.weight").float() - offset).to(self.dtype).float()
         return Norm(weight=rounded + offset, epsilon=self.settings.fields["rms_norm_eps"])
 
 
 def lean_file(settings: Settings, dtype: torch.dtype, input_bits: int | None = None) -> LeanFile | None:
     """Returns a file that lean decoders can have; None if transformers has to read, or to refuse it."""
-    architecture, fields = _ARCHITECTURES.get(settings.architecture.model_type), settings.fields
-    if architecture is None or not architecture.others.issuperset(settings.others.values()):
+    architecture, fields, lean = settings.architecture, settings.fields, ARCHITECTURES[settings.model_type].lean
+    known = {"sliding_window"} if architecture.window else set()
+    if lean is None or not architecture.is_lean or not known.issuperset(settings.others.values()):
         return None
     if any(
         _rope(fields, kind)["rope_type"] not in _ROPES for kind in {"full_attention", *fields.get("layer_types", ())}
     ):
         return None
     found = {name: each.shape for name, each in settings.file.tensors.items() if name != ROPE_FACTORS}
-    shapes = _shapes(architecture, fields)
+    shapes = _shapes(settings, lean)
     if not fields["tie_word_embeddings"]:
         shapes["output.weight"] = shapes["token_embd.weight"]
-    return LeanFile(settings=settings, dtype=dtype, input_bits=input_bits) if found == shapes else None
+    return LeanFile(settings=settings, lean=lean, dtype=dtype, input_bits=input_bits) if found == shapes else None
+
+
+def _norms(settings: Settings, lean: LeanArchitecture) -> list[str | None]:
+    """Returns the file's names of `LeanArchitecture.norms`."""
+    names = {theirs: name for name, theirs in settings.architecture.parts.items()}
+    return [None if each is None else names[each] for each in lean.norms]
 
 
 def _head_dim(fields: dict[str, Any]) -> int:
@@ -270,8 +243,9 @@ def _rope(fields: dict[str, Any], kind: str) -> dict[str, Any]:
     return own
 
 
-def _shapes(architecture: _Architecture, fields: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+def _shapes(settings: Settings, lean: LeanArchitecture) -> dict[str, tuple[int, ...]]:
     """Returns the shapes of all tensors of a model, but for those of its LM head: no other tensor is left unread."""
+    fields, architecture = settings.fields, settings.architecture
     hidden, inner, head_dim = fields["hidden_size"], fields["intermediate_size"], _head_dim(fields)
     queries, keys = fields["num_attention_heads"] * head_dim, fields["num_key_value_heads"] * head_dim
     matrices = {
@@ -288,7 +262,7 @@ def _shapes(architecture: _Architecture, fields: dict[str, Any]) -> dict[str, tu
         at = f"blk.{layer}."
         found |= {f"{at}{name}.weight": shape for name, shape in matrices.items()}
         found |= {f"{at}{name}.bias": matrices[name][:1] for name in biases}
-        found |= {f"{at}{name}.weight": (hidden,) for name in architecture.norms if name is not None}
+        found |= {f"{at}{name}.weight": (hidden,) for name in _norms(settings, lean) if name is not None}
         if architecture.has_head_norms:
             found |= {f"{at}attn_{name}_norm.weight": (head_dim,) for name in ("q", "k")}
     return found
