@@ -17,7 +17,7 @@ import torch
 
 from benchmarks.interop.borrowed import borrow
 from benchmarks.interop.outcome import Outcome, compared
-from foretoken.drafters.lookahead import Answers, NgramPool, Window
+from foretoken.drafters.lookahead import NgramPool, Window, answers_by_path
 from foretoken.drafters.recycling import SuccessorMatrix
 from foretoken.trees.choices import TreeShape
 from foretoken.trees.merge import Trie
@@ -148,8 +148,9 @@ def _our_windows(steps: list[_Step], width: int, ngram: int, guesses: int) -> li
             trie.add_path(guess, 1 << 14)
         window.add_to(trie, max_depth=1 << 14, max_nodes=1 << 14)
         row = trie.row()
-        for found in window.learn_answers(step.root, Answers(row, [step.answers[token] for token in row.tokens])):
-            pool.add(found.key, found.tokens)
+        answers = answers_by_path(row, [step.answers[token] for token in row.tokens])
+        for found in window.learn_answers(step.root, answers):
+            pool.add(*found)
     return _tables(windows, guessed)
 
 

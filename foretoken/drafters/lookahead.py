@@ -16,7 +16,7 @@ import random
 from collections import OrderedDict
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import TYPE_CHECKING, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, ClassVar
 
 from pydantic import Field, model_validator
 
@@ -37,38 +37,24 @@ class NgramPool:
 
     def __init__(self, *, per_key: int, max_ngrams: int) -> None:
         """Makes an empty pool of at most `max_ngrams` n-grams, and at most `per_key` after one token."""
-        self._per_key, self._max_ngrams = per_key, max_ngrams
+        self.num_ngrams, self._per_key, self._max_ngrams = 0, per_key, max_ngrams
         self._by_key: OrderedDict[int, dict[tuple[int, ...], None]] = OrderedDict()  # both: least recently seen first
-        self._num_ngrams = 0
-
-    def __len__(self) -> int:
-        return self._num_ngrams
 
     def add(self, key: int, ngram: tuple[int, ...]) -> None:
         """Adds an n-gram that was seen after a token."""
         ngrams = self._by_key.setdefault(key, {})
         self._by_key.move_to_end(key)
-        if ngram in ngrams:
-            del ngrams[ngram]
-        elif len(ngrams) == self._per_key:
-            del ngrams[next(iter(ngrams))]
+        if ngram in ngrams or len(ngrams) == self._per_key:
+            del ngrams[ngram if ngram in ngrams else next(iter(ngrams))]
         else:
-            self._num_ngrams += 1
+            self.num_ngrams += 1
         ngrams[ngram] = None
-        while self._num_ngrams > self._max_ngrams:
-            _, dropped = self._by_key.popitem(last=False)
-            self._num_ngrams -= len(dropped)
+        while self.num_ngrams > self._max_ngrams:
+            self.num_ngrams -= len(self._by_key.popitem(last=False)[1])
 
     def after(self, key: int) -> Iterator[tuple[int, ...]]:
         """Returns the n-grams seen after a token, the most recent first."""
         return reversed(self._by_key.get(key, {}))
-
-
-class Ngram(NamedTuple):
-    """Tokens that the window expects after a token."""
-
-    key: int
-    tokens: tuple[int, ...]
 
 
 def most_nodes(width: int, ngram: int) -> int:
@@ -76,32 +62,16 @@ def most_nodes(width: int, ngram: int) -> int:
     return max(rows * (width + ngram - 1 - rows) for rows in range(1, ngram))
 
 
-class Answers:
-    """The target's most probable token after every path of a verified tree; equal paths have equal answers."""
+def answers_by_path(row: TreeRow, answers: Sequence[int]) -> dict[tuple[int, ...], int]:
+    """Returns the target's most probable token after every path of a verified tree; nodes that were cut off have none.
 
-    def __init__(self, row: TreeRow, answers: Sequence[int]) -> None:
-        """Reads a tree; leaves out nodes without a parent, which were cut off, with their descendants."""
-        self._children: dict[tuple[int, int], int] = {}
-        self._answers = answers
-        first: dict[int, int] = {0: 0}  # first node of each path
-        for node in range(1, len(row.tokens)):
-            parent = first.get(row.parents[node])
-            if parent is not None:
-                first[node] = self._children.setdefault((parent, row.tokens[node]), node)
-
-    def below(self, node: int, tokens: Sequence[int]) -> int | None:
-        """Returns the node that some tokens lead to from a node; None if it was not verified."""
-        children: Mapping[tuple[int, int], int] = self._children
-        for token in tokens:
-            found = children.get((node, token))
-            if found is None:
-                return None
-            node = found
-        return node
-
-    def at(self, node: int) -> int:
-        """Returns the answer after a node."""
-        return self._answers[node]
+    `answers` are those after each node. Equal paths have equal answers.
+    """
+    paths: dict[int, tuple[int, ...]] = {0: ()}
+    for node in range(1, len(row.tokens)):
+        if (above := paths.get(row.parents[node])) is not None:
+            paths[node] = (*above, row.tokens[node])
+    return {path: answers[node] for node, path in reversed(paths.items())}
 
 
 class Window:
@@ -110,19 +80,11 @@ class Window:
     def __init__(self, width: int, ngram: int, *, prompt: Sequence[int], unwanted: Container[int], seed: int) -> None:
         """Fills the window with tokens of the prompt.
 
-        Args:
-            prompt: Source of guesses that the target did not make.
-            unwanted: Tokens that end a text; not used unless the prompt has no others.
+        `unwanted` are tokens that end a text; they are not used unless the prompt has no others.
         """
-        self._num_rows = ngram - 1
-        self._unwanted, self._random = unwanted, random.Random(seed)
+        self._num_rows, self._unwanted, self._random = ngram - 1, unwanted, random.Random(seed)
         self._spare = [token for token in prompt if token not in unwanted] or list(prompt) or [0]
-        self.columns = [[self._random.choice(self._spare)] for _ in range(width + ngram - 2)]
-
-    @property
-    def num_nodes(self) -> int:
-        """Nodes of the window's tree, root included."""
-        return len(self.columns) * len(self.columns[0])
+        self.columns = [[self._guess(None)] for _ in range(width + ngram - 2)]
 
     def add_to(self, trie: Trie, *, max_depth: int, max_nodes: int) -> None:
         """Adds the window below a root: the first columns, as many as fit into `max_nodes` nodes as a whole."""
@@ -134,32 +96,22 @@ class Window:
             for token in column[1:]:
                 node = trie.add(node, token)
 
-    def learn_answers(self, root: int, answers: Answers) -> list[Ngram]:
-        """Advances the window by answers; returns the n-grams of full columns with an answer, in order."""
-        found = self._answers(answers)
+    def learn_answers(self, root: int, answers: Mapping[tuple[int, ...], int]) -> list[tuple[int, tuple[int, ...]]]:
+        """Advances the window by `answers_by_path`; returns the n-grams of full columns, in order, after their keys."""
+        firsts = [column[0] for column in self.columns]
+        found = [answers.get((*firsts[1 : i + 1], *column[1:])) for i, column in enumerate(self.columns)]
         if len(self.columns[0]) < self._num_rows:
             if any(answer is not None for answer in found[1:]):
-                self.columns = [
-                    [*column, self._guess(answer)] for column, answer in zip(self.columns[1:], found[1:], strict=True)
-                ]
+                columns = zip(self.columns[1:], found[1:], strict=True)
+                self.columns = [[*column, self._guess(answer)] for column, answer in columns]
             return []
         ngrams = []
         for index, answer in enumerate(found):
             if answer is not None:
                 top, *others = self.columns[index]
-                ngrams.append(Ngram(top if index else root, (*others, answer)))
+                ngrams.append((top if index else root, (*others, answer)))
                 self.columns[index] = [*others, self._guess(answer)]
         return ngrams
-
-    def _answers(self, answers: Answers) -> list[int | None]:
-        found: list[int | None] = []
-        top: int | None = 0
-        for index, column in enumerate(self.columns):
-            if index and top is not None:
-                top = answers.below(top, column[:1])
-            last = None if top is None else answers.below(top, column[1:])
-            found.append(None if last is None else answers.at(last))
-        return found
 
     def _guess(self, answer: int | None) -> int:
         """Returns the answer, or a token of the prompt if there is none or the answer would end the text."""
@@ -198,7 +150,7 @@ class Options(DrafterOptions):
                 "method 'lookahead' has no static trees: its guesses make the tree. Expected 'tree' to be \"tree\" or "
                 '"chain".'
             )
-        least = self.window_nodes + self.lookahead_ngram - 1
+        least = most_nodes(self.lookahead_window, self.lookahead_ngram) + self.lookahead_ngram - 1
         if least > self.max_nodes:
             raise ConfigError(
                 f"a window of {self.lookahead_window} with n-grams of {self.lookahead_ngram} tokens and one guess have "
@@ -211,21 +163,6 @@ class Options(DrafterOptions):
     def is_adaptive(self) -> bool:
         """Whether a controller may choose guesses. False for a chain: a bound on depth would cut the window too."""
         return self.tree == "tree" and super().is_adaptive
-
-    @property
-    def window_nodes(self) -> int:
-        """Nodes of the largest window, root included."""
-        return most_nodes(self.lookahead_window, self.lookahead_ngram)
-
-    @property
-    def guess_len(self) -> int:
-        """Most tokens of a guess."""
-        return min(self.lookahead_ngram - 1, self.num_speculative_tokens or self.lookahead_ngram)
-
-    @property
-    def num_guesses(self) -> int:
-        """Most guesses of a tree."""
-        return 1 if self.tree == "chain" else self.lookahead_guesses
 
 
 @dataclass(slots=True)
@@ -242,9 +179,11 @@ class LookaheadDrafter:
     reads = TargetReads(top_k=1)
 
     def __init__(self, options: Options) -> None:
-        self._options = options
-        widest = options.window_nodes + options.num_guesses * options.guess_len
-        deepest = max(options.lookahead_window + options.lookahead_ngram - 3, options.guess_len)
+        self._options, width, ngram = options, options.lookahead_window, options.lookahead_ngram
+        self._guess_len = min(ngram - 1, options.num_speculative_tokens or ngram)
+        self._num_guesses = 1 if options.tree == "chain" else options.lookahead_guesses
+        widest = most_nodes(width, ngram) + self._num_guesses * self._guess_len
+        deepest = max(width + ngram - 3, self._guess_len)
         self.nodes_by_depth: Sequence[int] = (1, *[min(widest, options.max_nodes)] * deepest)
         self._states: dict[int, _State] = {}
 
@@ -254,18 +193,12 @@ class LookaheadDrafter:
 
     def begin(self, slot: int, request: DraftRequest) -> None:
         """Starts the window with tokens of the prompt."""
-        options = self._options
+        window, ngram = self._options.lookahead_window, self._options.lookahead_ngram
+        seed = request.params.seed or 0
         self._states[slot] = _State(
-            window=Window(
-                options.lookahead_window,
-                options.lookahead_ngram,
-                prompt=request.prompt,
-                unwanted=self._eos_ids,
-                seed=request.params.seed or 0,
-            ),
-            pool=NgramPool(per_key=options.lookahead_guesses, max_ngrams=_MOST_NGRAMS),
+            Window(window, ngram, prompt=request.prompt, unwanted=self._eos_ids, seed=seed),
+            NgramPool(per_key=self._options.lookahead_guesses, max_ngrams=_MOST_NGRAMS),
         )
-        self._follow(self._states[slot], request.prompt)
 
     def propose(self, context: DraftContext) -> TokenTree:
         """Returns the guesses after each root, then the window."""
@@ -286,9 +219,9 @@ class LookaheadDrafter:
             return
         best = verified.top_ids[:, 0].tolist()
         for slot, row, start in zip(committed.slots, verified.tree.rows(), verified.offsets, strict=False):
-            state = self._states[slot]
-            for ngram in state.window.learn_answers(row.tokens[0], Answers(row, best[start : start + len(row.tokens)])):
-                state.pool.add(ngram.key, ngram.tokens)
+            state, answers = self._states[slot], answers_by_path(row, best[start : start + len(row.tokens)])
+            for key, ngram in state.window.learn_answers(row.tokens[0], answers):
+                state.pool.add(key, ngram)
 
     def release(self, slot: int) -> None:
         """Forgets window and pool."""
@@ -298,21 +231,17 @@ class LookaheadDrafter:
         trie = Trie(tokens[-1])
         if depth <= 0:
             return trie.row(), 1
-        self._follow(state, tokens)
-        room = max_nodes - state.window.num_nodes + 1  # both have the root
-        for guess in islice(state.pool.after(tokens[-1]), self._options.num_guesses):
-            trie.add_path(guess[: min(depth, self._options.guess_len)], room)
+        length = self._options.lookahead_ngram
+        if self._options.lookahead_pool_from_prompt:
+            for end in range(max(state.num_pooled + 1, length), len(tokens) + 1):
+                state.pool.add(tokens[end - length], tuple(tokens[end - length + 1 : end]))
+            state.num_pooled = len(tokens)
+        room = max_nodes - len(state.window.columns) * len(state.window.columns[0]) + 1  # both have the root
+        for guess in islice(state.pool.after(tokens[-1]), self._num_guesses):
+            trie.add_path(guess[: min(depth, self._guess_len)], room)
         num_drafted = len(trie.tokens)
         state.window.add_to(trie, max_depth=depth, max_nodes=max_nodes)
         return trie.row(), num_drafted
-
-    def _follow(self, state: _State, tokens: Sequence[int]) -> None:
-        length = self._options.lookahead_ngram
-        if not self._options.lookahead_pool_from_prompt:
-            return
-        for end in range(max(state.num_pooled + 1, length), len(tokens) + 1):
-            state.pool.add(tokens[end - length], tuple(tokens[end - length + 1 : end]))
-        state.num_pooled = len(tokens)
 
 
 def create(options: Options) -> Drafter:

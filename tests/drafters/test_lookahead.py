@@ -134,7 +134,7 @@ def test_text_window_and_pool_are_those_of_the_published_steps(width: int, ngram
         assert [levels[0][1:], *levels[1:]] == model.levels
         for key, ngrams in model.pool.items():
             assert list(state.pool.after(key)) == ngrams[::-1]
-        assert len(state.pool) == sum(map(len, model.pool.values()))
+        assert state.pool.num_ngrams == sum(map(len, model.pool.values()))
     assert target is long_memory or lengths >= {1, ngram}, "whole guesses are accepted"
 
 
@@ -214,7 +214,7 @@ def test_columns_without_an_answer_are_kept_or_start_anew() -> None:
     step(made, [text], ranking, change=lambda tree: tree.first_nodes(tree.width - 1))
     assert window.columns[2] == columns[2]
     assert [column[:2] for column in window.columns[:2]] == [column[1:] for column in columns[:2]]
-    assert len(made._states[0].pool) == 2
+    assert made._states[0].pool.num_ngrams == 2
 
 
 @pytest.mark.parametrize("depth", range(6))
@@ -257,7 +257,7 @@ def test_ngrams_of_prompt_and_output() -> None:
         text += [text[-1] + 1, text[-1] + 2, text[-1] + 3]
     unread = drafter(prompt, lookahead_ngram=3)
     unread.propose(context([text]))
-    assert len(unread._states[0].pool) == 0
+    assert unread._states[0].pool.num_ngrams == 0
 
 
 @pytest.mark.parametrize("size", [*SIZES, (1, 9)])
@@ -283,7 +283,7 @@ def test_a_released_slot_starts_anew() -> None:
     assert 0 not in made._states
     made.begin(0, DraftRequest(request_id="1", prompt=list(range(20, 60)), params=SamplingParams(temperature=0.0)))
     assert made._states[0].window.columns == drafter()._states[0].window.columns
-    assert len(made._states[0].pool) == 0
+    assert made._states[0].pool.num_ngrams == 0
 
 
 @pytest.mark.parametrize(

@@ -23,4 +23,4 @@ def test_it_keeps_what_was_seen_last(seen: list[tuple[int, tuple[int, int]]], pe
             model = [other for other in model if other[0] != stale]
         for key in range(4):
             assert list(pool.after(key)) == [ngram for other, ngram in model if other == key]
-        assert len(pool) == len(model) <= per_key + room
+        assert pool.num_ngrams == len(model) <= per_key + room
