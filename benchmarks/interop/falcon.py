@@ -27,7 +27,8 @@ from benchmarks.interop.outcome import Outcome, compared
 from benchmarks.interop.samples import E, H, Target, V, drafting_handle, greedy_context, random_head, texts, written
 from foretoken import SamplingParams
 from foretoken.drafters.base import Committed, DraftRequest
-from foretoken.drafters.falcon import FalconDrafter, Options
+from foretoken.drafters.falcon import FalconDrafter
+from foretoken.drafters.head_drafter import HeadOptions
 from foretoken.formats.conversion import FALCON_CODE
 from foretoken.heads.decoder_layer import LayerConfig
 from foretoken.heads.falcon import FalconConfig
@@ -168,7 +169,7 @@ def _our_trees(place: Path, choices: list[list[int]], target: Target, ends: list
         "max_nodes": 512,
     }
     model = load_model(target.directory, dtype="float32", device="cpu")
-    drafter = FalconDrafter(Options(**options), model)
+    drafter = FalconDrafter(HeadOptions(**options), model)
     drafter.attach(drafting_handle(model))
     features, tokens = _long_text(ends[-1])
     text = tokens[0].tolist()

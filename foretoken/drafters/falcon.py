@@ -8,7 +8,6 @@ Source: Gao et al. 2024 (arXiv 2412.12639).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
 from typing import TYPE_CHECKING, NamedTuple
@@ -20,7 +19,7 @@ from typing_extensions import override
 from foretoken.core.backend import integers_on
 from foretoken.core.passes import Pass
 from foretoken.drafters.captured import Prefixes
-from foretoken.drafters.head_drafter import HeadDrafter, HeadOptions
+from foretoken.drafters.head_drafter import HeadDrafter
 from foretoken.drafters.head_features import CHUNK, TOGETHER, WaitingFeatures, rows_at
 from foretoken.drafters.levels import NodePasses
 from foretoken.heads.falcon import NUM_LAYERS, FalconHead, paired
@@ -31,8 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from foretoken.decoder.block_stack import BlockStack
-    from foretoken.drafters.base import DraftContext, Drafter, Prefix, TargetHandle
-    from foretoken.models.loading import LoadedModel
+    from foretoken.drafters.base import DraftContext, Prefix, TargetHandle
     from foretoken.models.parts import TargetParts
     from foretoken.sampling.draft_draws import DraftDraws
     from foretoken.trees.dynamic import AnyShape
@@ -65,8 +63,7 @@ def block_plan(block: int) -> BlockPlan:
     return BlockPlan(positions, parents, [*ends, block - 1])
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LastBlocks:
+class LastBlocks(NamedTuple):
     """The last block of each path.
 
     Attributes:
@@ -141,7 +138,8 @@ class FalconBlocks(WaitingFeatures):
             paths = torch.cat([frontier.inherited(paths), frontier.tokens.unsqueeze(2)], dim=2)
             if depth and not slot:
                 tokens = paths[..., -self._block :]
-                blocks = self._further(_picked(blocks, places), tokens, nodes, first + (depth - self._block))
+                above = LastBlocks(*(_rows(part, places) for part in blocks))
+                blocks = self._further(above, tokens, nodes, first + (depth - self._block))
                 places = torch.arange(places.shape[1], device=self._device).expand_as(places)
                 logits = self._logits(blocks, expansion.depth - depth)
             of_slot = logits[:, :, slot]
@@ -246,17 +244,6 @@ def _rows(values: Tensor, places: Tensor) -> Tensor:
     return values[batch, places]
 
 
-def _picked(blocks: LastBlocks, places: Tensor) -> LastBlocks:
-    """(B, P, …), the block of each node by (B, P) indices."""
-    return LastBlocks(
-        outputs=_rows(blocks.outputs, places), state=_rows(blocks.state, places), ends=_rows(blocks.ends, places)
-    )
-
-
-class Options(HeadOptions):
-    """Options of Falcon."""
-
-
 class FalconDrafter(HeadDrafter):
     """Drafts a block of levels at once."""
 
@@ -292,8 +279,3 @@ class FalconDrafter(HeadDrafter):
         config = self.head.config
         outputs = torch.zeros(1, config.block, config.hidden_size, device=roots.device, dtype=self.dtype)
         self._blocks.fill(begin_expansion(shape, roots, draws), [0], outputs)
-
-
-def create_for(options: Options, model: LoadedModel) -> Drafter:
-    """See `foretoken.drafters.registry`."""
-    return FalconDrafter(options, model)

@@ -1,4 +1,4 @@
-"""Drafters over trained heads; `_DRAFTERS` names the class of each method. Falcon, which drafts blocks, has a file.
+"""Drafters over trained heads; `_DRAFTERS` names the class of each method. Falcon and SPiRe have files of their own.
 
 A method here is a network in `foretoken/heads/METHOD.py`.
 
@@ -26,9 +26,11 @@ from foretoken.core.passes import Pass
 from foretoken.decoder.base import UnsuitableError
 from foretoken.decoder.native_head import AutoregressiveKernels
 from foretoken.drafters.captured import CapturedExpansion, Prefixes
+from foretoken.drafters.falcon import FalconDrafter
 from foretoken.drafters.head_drafter import HeadDrafter, HeadOptions
 from foretoken.drafters.head_features import StackFeatures
 from foretoken.drafters.levels import LevelPasses
+from foretoken.drafters.spire import SpireDrafter
 from foretoken.heads.hydra import HydraConfig
 from foretoken.trees.choices import TreeShape
 from foretoken.trees.dynamic import begin_expansion
@@ -243,9 +245,11 @@ class AutoregressiveDrafter(HeadDrafter):
 _DRAFTERS: dict[str, type[HeadDrafter]] = {
     "eagle": AutoregressiveDrafter,
     "eagle3": AutoregressiveDrafter,
+    "falcon": FalconDrafter,
     "hydra": HydraDrafter,
     "medusa": MedusaDrafter,
     "mlp_speculator": MlpSpeculatorDrafter,
+    "spire": SpireDrafter,
 }
 
 

@@ -3,7 +3,7 @@
 A method is a module with a class `Options(DrafterOptions)` and a function `create(options) -> Drafter`. If its `reads`
 depend on the target's model, the function is `create_for(options, model) -> Drafter`. Modules of this package are found
 by file name; modules of other packages by an entry point of the group `foretoken.drafters`, or by their import path,
-which has a dot: `{"method": "my_package.my_drafter"}`. Most methods with a trained network share the module `heads`.
+which has a dot: `{"method": "my_package.my_drafter"}`. Methods with a trained network share the module `heads`.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ if TYPE_CHECKING:
 
 _GROUP = "foretoken.drafters"
 _Dated = tuple[tuple[str, int | None], ...]  # folders, and when each has changed
-# Files that methods share. `heads` holds the methods with a network and no file of their own.
+# Files that methods share, and those of methods of `heads`, which holds all methods with a network.
 _SHARED = {
-    "base", "captured", "datastore", "draft_tokens", "guesses", "head_drafter", "head_features", "heads", "levels",
-    "registry", "self_drafts", "suffix_tree", "text_draft", "vocabularies", "windows",
+    "base", "captured", "datastore", "draft_tokens", "falcon", "guesses", "head_drafter", "head_features", "heads",
+    "levels", "registry", "self_drafts", "spire", "suffix_tree", "text_draft", "vocabularies", "windows",
 }  # fmt: skip
 # A tool of benchmarks that needs the answer: by its exact name only.
 _TOOLS = {"oracle"}

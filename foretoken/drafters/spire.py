@@ -21,16 +21,15 @@ from typing_extensions import override
 
 from foretoken.core.backend import integers_on
 from foretoken.decoder.slot_cache import LayerShape, SlotCache
-from foretoken.drafters.head_drafter import HeadDrafter, HeadOptions
+from foretoken.drafters.head_drafter import HeadDrafter
 from foretoken.drafters.head_features import CHUNK, WaitingFeatures
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from foretoken.drafters.base import Drafter, TargetHandle
+    from foretoken.drafters.base import TargetHandle
     from foretoken.heads.decoder_layer import KeyValue
     from foretoken.heads.spire import SpireHead
-    from foretoken.models.loading import LoadedModel
     from foretoken.models.parts import TargetParts
     from foretoken.sampling.draft_draws import DraftDraws
     from foretoken.trees.choices import TreeShape
@@ -158,10 +157,6 @@ class SpireRows(WaitingFeatures):
                 store[slot, :, begin : begin + len(tokens)] = new[0, -len(tokens) :].transpose(0, 1)
 
 
-class Options(HeadOptions):
-    """Options of SPiRe."""
-
-
 class SpireDrafter(HeadDrafter):
     """Drafts token by token from the rows in sight, every level of a tree at once."""
 
@@ -187,8 +182,3 @@ class SpireDrafter(HeadDrafter):
     @override
     def trial(self, shape: TreeShape, roots: Tensor, draws: DraftDraws) -> None:
         self._expansion.expand(shape, roots, draws, [integers_on([[0, 1]], roots.device)])
-
-
-def create_for(options: Options, model: LoadedModel) -> Drafter:
-    """See `foretoken.drafters.registry`."""
-    return SpireDrafter(options, model)

@@ -10,7 +10,7 @@ Letters: E hidden size of the target, F features that a head reads, K steps, V v
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, ClassVar, NamedTuple, Unpack
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field
@@ -18,7 +18,14 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from foretoken.decoder.native_linear import fast_linear, optimize_for_inference
-from foretoken.heads.decoder_layer import DecoderLayer, Heads, LayerConfig, causal_attention, unrolled_attention
+from foretoken.heads.decoder_layer import (
+    DecoderLayer,
+    Heads,
+    LayerConfig,
+    Placement,
+    causal_attention,
+    unrolled_attention,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -88,8 +95,9 @@ class Head(nn.Module, ABC):
     token_map: Tensor | None
     draft_vocab: Sequence[int] | None = None
 
-    def __init__(self) -> None:
+    def __init__(self, config: HeadConfig) -> None:
         super().__init__()
+        self.config = config
         self.register_buffer("token_map", None)
 
     @abstractmethod
@@ -111,9 +119,10 @@ class Head(nn.Module, ABC):
             positions: For the rotations of heads with a decoder block.
         """
 
-    @abstractmethod
     def draft_logits(self, index: int, hidden: Tensor, parts: TargetParts) -> Tensor:
-        """Returns (..., Vd) logits of step i for x_{t+2+i}; hidden: from `teacher_forced`."""
+        """Returns (..., Vd) logits of step i for x_{t+2+i}; hidden: from `teacher_forced`. By the target's LM head."""
+        del index
+        return parts.lm_head(hidden)
 
     def logits(self, index: int, hidden: Tensor, parts: TargetParts) -> Tensor:
         """Returns (..., V), `draft_logits` with -inf for tokens that cannot be drafted."""
@@ -130,7 +139,7 @@ class Head(nn.Module, ABC):
     @property
     def has_target_lm_head(self) -> bool:
         """Whether the target's LM head, `parts.lm_head`, computes the logits."""
-        return False
+        return True
 
     def optimize_for_inference(self, quantization: Quantization | None = None, *, compacts: bool = True) -> None:
         """Packs the large float32 weights for small-batch GEMMs on a CPU. The head can draft but not train afterwards.
@@ -146,12 +155,12 @@ class Head(nn.Module, ABC):
         optimize_for_inference(self, quantization=quantization, compacts=compacts)
 
 
-def build_head(config: HeadConfig, *, device: torch.device | None = None, dtype: torch.dtype | None = None) -> Head:
+def build_head(config: HeadConfig, **place: Unpack[Placement]) -> Head:
     """Builds the head that a configuration describes, with uninitialized weights."""
     from importlib import import_module
 
     module = import_module(f"foretoken.heads.{config.method}")
-    head: Head = module.HEAD(config, device=device, dtype=dtype)
+    head: Head = module.HEAD(config, **place)
     return head
 
 

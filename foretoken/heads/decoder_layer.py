@@ -11,7 +11,7 @@ Letters: B sequences, T positions, E width of the inputs, H heads, Hk key and va
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypedDict, Unpack
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -24,6 +24,13 @@ from foretoken.models.parts import scaled_frequencies
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+
+class Placement(TypedDict, total=False):
+    """Where new weights lie, and their type; torch's defaults without."""
+
+    device: torch.device | None
+    dtype: torch.dtype | None
 
 
 class LayerConfig(BaseModel):
@@ -97,8 +104,7 @@ class DecoderLayer(nn.Module):
         has_input_norm: bool = True,
         has_side: bool = False,
         has_keys: bool = True,
-        device: torch.device | None = None,
-        dtype: torch.dtype | None = None,
+        **place: Unpack[Placement],
     ) -> None:
         """Creates the block with uninitialized weights; width: E; has_keys: whether it computes keys and values."""
         super().__init__()
@@ -108,10 +114,10 @@ class DecoderLayer(nn.Module):
         read = 2 * width if has_side else width
 
         def linear(inputs: int, outputs: int, *, bias: bool = False) -> nn.Linear:
-            return nn.Linear(inputs, outputs, bias=bias, device=device, dtype=dtype)
+            return nn.Linear(inputs, outputs, bias=bias, **place)
 
         def norm() -> nn.Parameter:
-            return nn.Parameter(torch.empty(width, device=device, dtype=dtype))
+            return nn.Parameter(torch.empty(width, **place))
 
         self.q_proj = linear(read, queries, bias=config.attention_bias)
         self.k_proj = linear(read, values, bias=config.attention_bias) if has_keys else None

@@ -9,7 +9,7 @@ which differs from the paper. Letters as in `autoregressive`.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,7 @@ from typing_extensions import override
 
 from foretoken.decoder.native_head import AutoregressiveSteps
 from foretoken.heads.base import AutoregressiveConfig, AutoregressiveHead, BlockInputs
-from foretoken.heads.decoder_layer import DecoderLayer
+from foretoken.heads.decoder_layer import DecoderLayer, Placement
 
 if TYPE_CHECKING:
     from foretoken.models.parts import TargetParts
@@ -36,14 +36,11 @@ class EagleHead(AutoregressiveHead):
 
     config: EagleConfig
 
-    def __init__(
-        self, config: EagleConfig, *, device: torch.device | None = None, dtype: torch.dtype | None = None
-    ) -> None:
-        super().__init__()
-        self.config = config
+    def __init__(self, config: EagleConfig, **place: Unpack[Placement]) -> None:
+        super().__init__(config)
         width = config.width
-        self.fc = nn.Linear(2 * width, width, bias=config.has_bias, device=device, dtype=dtype)
-        self.layer = DecoderLayer(config.layer, width, has_input_norm=False, device=device, dtype=dtype)
+        self.fc = nn.Linear(2 * width, width, bias=config.has_bias, **place)
+        self.layer = DecoderLayer(config.layer, width, has_input_norm=False, **place)
 
     @override
     def initialize(self, parts: TargetParts) -> None:
@@ -59,15 +56,6 @@ class EagleHead(AutoregressiveHead):
     @override
     def paired(self, state: Tensor, embedded: Tensor) -> BlockInputs:
         return BlockInputs(self.fc(torch.cat([embedded, state], dim=-1)), None)
-
-    @override
-    def draft_logits(self, index: int, hidden: Tensor, parts: TargetParts) -> Tensor:
-        return parts.lm_head(hidden)
-
-    @property
-    @override
-    def has_target_lm_head(self) -> bool:
-        return True
 
     @override
     def native_steps(self, parts: TargetParts) -> AutoregressiveSteps | None:

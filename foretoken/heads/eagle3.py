@@ -10,7 +10,7 @@ Letters as in `autoregressive`.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, ClassVar, Self
+from typing import TYPE_CHECKING, Annotated, ClassVar, Self, Unpack
 
 import torch
 from pydantic import Field, model_validator
@@ -20,7 +20,7 @@ from typing_extensions import override
 
 from foretoken.decoder.native_head import AutoregressiveSteps, LmHead, ScaledEmbedding
 from foretoken.heads.base import AutoregressiveConfig, AutoregressiveHead, BlockInputs, BlockOutputs
-from foretoken.heads.decoder_layer import DecoderLayer
+from foretoken.heads.decoder_layer import DecoderLayer, Placement
 
 if TYPE_CHECKING:
     from foretoken.core.passes import Tap
@@ -91,30 +91,26 @@ class Eagle3Head(AutoregressiveHead):
 
     config: Eagle3Config
 
-    def __init__(
-        self, config: Eagle3Config, *, device: torch.device | None = None, dtype: torch.dtype | None = None
-    ) -> None:
-        super().__init__()
-        self.config = config
+    def __init__(self, config: Eagle3Config, **place: Unpack[Placement]) -> None:
+        super().__init__(config)
         width, taps, size = config.width, len(config.boundaries), config.hidden_size
 
         def empty(*sizes: int) -> nn.Parameter:
-            return nn.Parameter(torch.empty(*sizes, device=device, dtype=dtype))
+            return nn.Parameter(torch.empty(*sizes, **place))
 
-        self.fc = nn.Linear(taps * size, width, bias=False, device=device, dtype=dtype)
+        self.fc = nn.Linear(taps * size, width, bias=False, **place)
         self.feature_norm = empty(taps * size) if config.norm_before_fc else None
         self.feature_norms = empty(taps, size) if config.fc_norms else None
         self.state_norm = empty(width) if config.norm_before_residual else None
         self.layer = DecoderLayer(
-            config.layer, width, has_input_norm=not config.norm_before_residual, has_side=True, device=device,
-            dtype=dtype,
+            config.layer, width, has_input_norm=not config.norm_before_residual, has_side=True, **place,
         )  # fmt: skip
         self.norm = empty(width)
         rows = config.draft_vocab_size or config.vocab_size
-        self.lm_head = nn.Linear(width, rows, bias=False, device=device, dtype=dtype)
+        self.lm_head = nn.Linear(width, rows, bias=False, **place)
         self.embedding = empty(config.vocab_size, width) if config.own_embedding else None
         if config.draft_vocab_size is not None:
-            self.token_map = torch.arange(rows, device=device)
+            self.token_map = torch.arange(rows, device=place.get("device"))
 
     @override
     def initialize(self, parts: TargetParts) -> None:
@@ -162,6 +158,11 @@ class Eagle3Head(AutoregressiveHead):
     def outputs(self, x: Tensor) -> BlockOutputs:
         hidden = self.layer.normed(x, self.norm)
         return BlockOutputs(hidden if self.config.feeds_normed else x, hidden)
+
+    @property
+    @override
+    def has_target_lm_head(self) -> bool:
+        return False
 
     @override
     def draft_logits(self, index: int, hidden: Tensor, parts: TargetParts) -> Tensor:

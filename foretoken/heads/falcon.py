@@ -15,7 +15,7 @@ Letters as in `base`, but K is the size of a block; W width of the block, here E
 from __future__ import annotations
 
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, ClassVar, Literal, Self
+from typing import TYPE_CHECKING, ClassVar, Literal, Self, Unpack
 
 import torch
 from pydantic import Field, model_validator
@@ -25,7 +25,7 @@ from typing_extensions import override
 
 from foretoken.decoder.native_linear import linear_layer, optimize_for_inference
 from foretoken.heads.base import IN_PLACE, AutoregressiveConfig, Head, WindowPositions
-from foretoken.heads.decoder_layer import DecoderLayer, Heads, causal_attention, unrolled_attention
+from foretoken.heads.decoder_layer import DecoderLayer, Heads, Placement, causal_attention, unrolled_attention
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -43,21 +43,13 @@ class PairLstm(nn.Module):
     weights: nn.LSTM | None
 
     def __init__(
-        self,
-        width: int,
-        mode: LstmMode,
-        *,
-        has_bias: bool = True,
-        dropout: float = 0.0,
-        device: torch.device | None = None,
-        dtype: torch.dtype | None = None,
+        self, width: int, mode: LstmMode, *, has_bias: bool = True, dropout: float = 0.0, **place: Unpack[Placement]
     ) -> None:
         """Creates layers with uninitialized weights; "per_position": every position starts from a zero state."""
         super().__init__()
         self._width, self._mode = width, mode
         self.weights = nn.LSTM(
-            2 * width, width, num_layers=NUM_LAYERS, bias=has_bias, dropout=dropout, batch_first=True, device=device,
-            dtype=dtype,
+            2 * width, width, num_layers=NUM_LAYERS, bias=has_bias, dropout=dropout, batch_first=True, **place,
         )  # fmt: skip
         self.cells = nn.ModuleList()
 
@@ -165,16 +157,12 @@ class FalconHead(Head):
 
     config: FalconConfig
 
-    def __init__(
-        self, config: FalconConfig, *, device: torch.device | None = None, dtype: torch.dtype | None = None
-    ) -> None:
-        super().__init__()
-        self.config = config
+    def __init__(self, config: FalconConfig, **place: Unpack[Placement]) -> None:
+        super().__init__(config)
         self.lstm = PairLstm(
-            config.hidden_size, config.lstm_mode, has_bias=config.has_bias, dropout=config.dropout, device=device,
-            dtype=dtype,
+            config.hidden_size, config.lstm_mode, has_bias=config.has_bias, dropout=config.dropout, **place,
         )  # fmt: skip
-        self.layer = DecoderLayer(config.layer, config.hidden_size, has_input_norm=False, device=device, dtype=dtype)
+        self.layer = DecoderLayer(config.layer, config.hidden_size, has_input_norm=False, **place)
 
     @override
     def initialize(self, parts: TargetParts) -> None:
@@ -221,15 +209,6 @@ class FalconHead(Head):
                 for slot, heads in enumerate(new)
             ]
             yield from outputs
-
-    @override
-    def draft_logits(self, index: int, hidden: Tensor, parts: TargetParts) -> Tensor:
-        return parts.lm_head(hidden)
-
-    @property
-    @override
-    def has_target_lm_head(self) -> bool:
-        return True
 
     @override
     def optimize_for_inference(self, quantization: Quantization | None = None, *, compacts: bool = True) -> None:

@@ -11,7 +11,7 @@ Letters as in `base`; L blocks of a head.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, Unpack
 
 import torch
 from pydantic import Field
@@ -22,7 +22,7 @@ from typing_extensions import override
 from foretoken.decoder.native_head import HeadStep, HeadSteps, LmHead
 from foretoken.decoder.native_linear import fast_linear, linear_layer, optimize_for_inference
 from foretoken.heads.base import IN_PLACE, StepHead, StepHeadConfig, WindowPositions
-from foretoken.heads.decoder_layer import DecoderLayer, LayerConfig
+from foretoken.heads.decoder_layer import DecoderLayer, LayerConfig, Placement
 
 if TYPE_CHECKING:
     from foretoken.decoder.blocks import Blocks
@@ -33,16 +33,9 @@ if TYPE_CHECKING:
 class PrefixLayer(DecoderLayer):
     """The decoder block of Hydra++, with a final `norm` (E,)."""
 
-    def __init__(
-        self,
-        config: LayerConfig,
-        hidden_size: int,
-        *,
-        device: torch.device | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        super().__init__(config, hidden_size, device=device, dtype=dtype)
-        self.norm = nn.Parameter(torch.empty(hidden_size, device=device, dtype=dtype))
+    def __init__(self, config: LayerConfig, hidden_size: int, **place: Unpack[Placement]) -> None:
+        super().__init__(config, hidden_size, **place)
+        self.norm = nn.Parameter(torch.empty(hidden_size, **place))
 
     @override
     def initialize(self) -> None:
@@ -93,22 +86,17 @@ class HydraHeads(StepHead):
 
     config: HydraConfig
 
-    def __init__(
-        self, config: HydraConfig, *, device: torch.device | None = None, dtype: torch.dtype | None = None
-    ) -> None:
-        super().__init__()
-        self.config = config
+    def __init__(self, config: HydraConfig, **place: Unpack[Placement]) -> None:
+        super().__init__(config)
         heads, width, more = config.num_heads, config.hidden_size, config.num_layers - 1
         stored = 1 if config.tied_blocks and more else more
-        self.prefix = None if config.prefix is None else PrefixLayer(config.prefix, width, device=device, dtype=dtype)
-        self.first = nn.ModuleList(FirstBlock((i + 2) * width, width, device=device, dtype=dtype) for i in range(heads))
-        self.weight = nn.Parameter(torch.empty(heads, stored, width, width, device=device, dtype=dtype))
-        self.bias = nn.Parameter(torch.empty(heads, stored, width, device=device, dtype=dtype))
+        self.prefix = None if config.prefix is None else PrefixLayer(config.prefix, width, **place)
+        self.first = nn.ModuleList(FirstBlock((i + 2) * width, width, **place) for i in range(heads))
+        self.weight = nn.Parameter(torch.empty(heads, stored, width, width, **place))
+        self.bias = nn.Parameter(torch.empty(heads, stored, width, **place))
         self._further: list[list[nn.Module]] = []  # the further blocks as layers, after `optimize_for_inference`
         own = heads if config.own_lm_head else 0
-        self.lm_heads = nn.ModuleList(
-            nn.Linear(width, config.vocab_size, device=device, dtype=dtype) for _ in range(own)
-        )
+        self.lm_heads = nn.ModuleList(nn.Linear(width, config.vocab_size, **place) for _ in range(own))
 
     @override
     def initialize(self, parts: TargetParts) -> None:
@@ -210,12 +198,10 @@ class HydraHeads(StepHead):
 class FirstBlock(nn.Module):
     """Computes R u + c + silu(W u + b), R because the width changes; after `stack` R and W are one matrix."""
 
-    def __init__(
-        self, inputs: int, outputs: int, *, device: torch.device | None = None, dtype: torch.dtype | None = None
-    ) -> None:
+    def __init__(self, inputs: int, outputs: int, **place: Unpack[Placement]) -> None:
         super().__init__()
-        self.linear = nn.Linear(inputs, outputs, device=device, dtype=dtype)
-        self.residual = nn.Linear(inputs, outputs, device=device, dtype=dtype)
+        self.linear = nn.Linear(inputs, outputs, **place)
+        self.residual = nn.Linear(inputs, outputs, **place)
         self.both: nn.Module | None = None
 
     def initialize(self) -> None:

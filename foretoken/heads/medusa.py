@@ -6,7 +6,7 @@ Letters as in `base`; L blocks of a head, Vd drafted vocabulary.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self, Unpack
 
 import torch
 from pydantic import Field, model_validator
@@ -20,6 +20,7 @@ from foretoken.heads.base import StepHead, StepHeadConfig
 
 if TYPE_CHECKING:
     from foretoken.decoder.quantized import Quantization
+    from foretoken.heads.decoder_layer import Placement
     from foretoken.models.parts import TargetParts
 
 
@@ -96,15 +97,12 @@ class MedusaHeads(StepHead):
 
     config: MedusaConfig
 
-    def __init__(
-        self, config: MedusaConfig, *, device: torch.device | None = None, dtype: torch.dtype | None = None
-    ) -> None:
-        super().__init__()
-        self.config = config
+    def __init__(self, config: MedusaConfig, **place: Unpack[Placement]) -> None:
+        super().__init__(config)
         stored = 1 if config.tied_blocks and config.num_layers else config.num_layers
 
         def empty(*size: int) -> nn.Parameter:
-            return nn.Parameter(torch.empty(*size, device=device, dtype=dtype))
+            return nn.Parameter(torch.empty(*size, **place))
 
         heads, width = config.num_heads, config.hidden_size
         self.weight = empty(heads, stored, width, width)
@@ -115,7 +113,7 @@ class MedusaHeads(StepHead):
         self._quick_blocks: list[list[nn.Module]] = []
         self._quick_lm_heads: list[nn.Module] = []
         if config.draft_vocab_size is not None:
-            self.token_map = torch.arange(rows, device=device)
+            self.token_map = torch.arange(rows, device=place.get("device"))
 
     @override
     def initialize(self, parts: TargetParts) -> None:

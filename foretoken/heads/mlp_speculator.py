@@ -10,7 +10,7 @@ Letters as in `base`; D inner width.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import TYPE_CHECKING, ClassVar, Self, Unpack
 
 import torch
 from pydantic import Field, model_validator
@@ -22,6 +22,7 @@ from foretoken.decoder.native_head import BiasedNorm, HeadStep, HeadSteps, LmHea
 from foretoken.heads.base import IN_PLACE, StepHead, StepHeadConfig, WindowPositions
 
 if TYPE_CHECKING:
+    from foretoken.heads.decoder_layer import Placement
     from foretoken.models.parts import TargetParts
 
 
@@ -72,19 +73,15 @@ class MlpSpeculatorHead(StepHead):
 
     config: MlpSpeculatorConfig
 
-    def __init__(
-        self, config: MlpSpeculatorConfig, *, device: torch.device | None = None, dtype: torch.dtype | None = None
-    ) -> None:
-        super().__init__()
-        self.config = config
+    def __init__(self, config: MlpSpeculatorConfig, **place: Unpack[Placement]) -> None:
+        super().__init__(config)
         stages, width, vocab = config.num_heads, config.inner_dim, config.vocab_size
         own = 1 if config.tie_weights else stages
-        placement: dict[str, Any] = {"device": device, "dtype": dtype}
-        self.embeddings = nn.ModuleList(nn.Embedding(vocab, width, **placement) for _ in range(own))
+        self.embeddings = nn.ModuleList(nn.Embedding(vocab, width, **place) for _ in range(own))
         inputs = [config.hidden_size, *[width] * (min(stages, 2) - 1 if config.tie_weights else stages - 1)]
-        self.projections = nn.ModuleList(nn.Linear(size, width, bias=False, **placement) for size in inputs)
-        self.lm_heads = nn.ModuleList(nn.Linear(width, vocab, bias=False, **placement) for _ in range(own))
-        self.norms = nn.ModuleList(RmsNormWithBias(width, config.rms_norm_eps, **placement) for _ in range(own))
+        self.projections = nn.ModuleList(nn.Linear(size, width, bias=False, **place) for size in inputs)
+        self.lm_heads = nn.ModuleList(nn.Linear(width, vocab, bias=False, **place) for _ in range(own))
+        self.norms = nn.ModuleList(RmsNormWithBias(width, config.rms_norm_eps, **place) for _ in range(own))
 
     @override
     def initialize(self, parts: TargetParts) -> None:
@@ -111,6 +108,11 @@ class MlpSpeculatorHead(StepHead):
         token = _stage_module(self.embeddings, index)(tokens)
         state = gelu(_stage_module(self.norms, index)(projected + self.config.alpha * token))
         return state, state
+
+    @property
+    @override
+    def has_target_lm_head(self) -> bool:
+        return False
 
     @override
     def draft_logits(self, index: int, hidden: Tensor, parts: TargetParts) -> Tensor:
@@ -145,13 +147,11 @@ class MlpSpeculatorHead(StepHead):
 class RmsNormWithBias(nn.Module):
     """Computes x / rms(x) * weight + bias; no mean is subtracted."""
 
-    def __init__(
-        self, width: int, epsilon: float, *, device: torch.device | None = None, dtype: torch.dtype | None = None
-    ) -> None:
+    def __init__(self, width: int, epsilon: float, **place: Unpack[Placement]) -> None:
         super().__init__()
         self.epsilon = epsilon
-        self.weight = nn.Parameter(torch.empty(width, device=device, dtype=dtype))
-        self.bias = nn.Parameter(torch.empty(width, device=device, dtype=dtype))
+        self.weight = nn.Parameter(torch.empty(width, **place))
+        self.bias = nn.Parameter(torch.empty(width, **place))
 
     def forward(self, x: Tensor) -> Tensor:
         """Turns (..., D) into (..., D)."""

@@ -25,7 +25,7 @@ in `decoder_layer`.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import TYPE_CHECKING, ClassVar, Self, Unpack
 
 import torch
 from pydantic import Field, model_validator
@@ -36,7 +36,7 @@ from foretoken.core.errors import ConfigError
 from foretoken.decoder.base import UnsuitableError
 from foretoken.decoder.blocks import Block, FeedForward
 from foretoken.heads.base import IN_PLACE, AutoregressiveConfig, UnrolledHead, WindowPositions
-from foretoken.heads.decoder_layer import DecoderLayer, Heads, KeyValue, causal_attention, unrolled_attention
+from foretoken.heads.decoder_layer import DecoderLayer, Heads, KeyValue, Placement, causal_attention, unrolled_attention
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -53,10 +53,6 @@ def evenly_spaced(target_layers: int, num_layers: int) -> tuple[int, ...]:
     """Returns `num_layers` of the target's blocks, counted from 0: the first, the last, and even steps between."""
     last = target_layers - 1
     return tuple(round(index * last / max(num_layers - 1, 1)) for index in range(num_layers))
-
-
-def _kept_by_default(known: dict[str, Any]) -> tuple[int, ...]:
-    return evenly_spaced(known["target_layers"], known["num_layers"])
 
 
 class SpireConfig(AutoregressiveConfig):
@@ -76,7 +72,9 @@ class SpireConfig(AutoregressiveConfig):
 
     target_layers: int = Field(ge=1)
     num_layers: int = Field(default=2, ge=1)
-    kept_layers: tuple[int, ...] = Field(default_factory=_kept_by_default)
+    kept_layers: tuple[int, ...] = Field(
+        default_factory=lambda known: evenly_spaced(known["target_layers"], known["num_layers"])
+    )
     sinks: int = Field(default=4, ge=0)
     window: int = Field(default=256, ge=2)
     is_pruned: bool = True
@@ -118,14 +116,14 @@ class FeedbackMemory(nn.Module):
         v_proj: (Hk Dh, E).
     """
 
-    def __init__(self, config: SpireConfig, device: torch.device | None, dtype: torch.dtype | None) -> None:
+    def __init__(self, config: SpireConfig, **place: Unpack[Placement]) -> None:
         super().__init__()
         layer, width = config.layer, config.hidden_size
         values = layer.num_key_value_heads * layer.head_dim
-        self.mix = nn.Parameter(torch.empty(config.num_layers + 1, device=device, dtype=dtype))
-        self.norm = nn.Parameter(torch.empty(width, device=device, dtype=dtype))
-        self.k_proj = nn.Linear(width, values, bias=layer.attention_bias, device=device, dtype=dtype)
-        self.v_proj = nn.Linear(width, values, bias=layer.attention_bias, device=device, dtype=dtype)
+        self.mix = nn.Parameter(torch.empty(config.num_layers + 1, **place))
+        self.norm = nn.Parameter(torch.empty(width, **place))
+        self.k_proj = nn.Linear(width, values, bias=layer.attention_bias, **place)
+        self.v_proj = nn.Linear(width, values, bias=layer.attention_bias, **place)
 
     def initialize(self) -> None:
         """Draws projections as `DecoderLayer.initialize`; memories start as the mean of the states."""
@@ -147,16 +145,13 @@ class SpireHead(UnrolledHead):
 
     config: SpireConfig
 
-    def __init__(
-        self, config: SpireConfig, *, device: torch.device | None = None, dtype: torch.dtype | None = None
-    ) -> None:
-        super().__init__()
-        self.config = config
+    def __init__(self, config: SpireConfig, **place: Unpack[Placement]) -> None:
+        super().__init__(config)
         self.layers = nn.ModuleList(
-            DecoderLayer(config.layer, config.hidden_size, has_keys=not config.has_feedback, device=device, dtype=dtype)
+            DecoderLayer(config.layer, config.hidden_size, has_keys=not config.has_feedback, **place)
             for _ in range(config.num_layers)
         )
-        self.memory = FeedbackMemory(config, device, dtype) if config.has_feedback else None
+        self.memory = FeedbackMemory(config, **place) if config.has_feedback else None
 
     @override
     def initialize(self, parts: TargetParts) -> None:
@@ -253,37 +248,9 @@ class SpireHead(UnrolledHead):
         starts: slice = slice(None),
         is_detached: bool = False,
     ) -> Iterator[Tensor]:
-        if self.config.has_feedback:
-            return self._unrolled_memories(features, tokens, parts, positions, starts, is_detached=is_detached)
-        return self._shifted(tokens, parts, positions, starts)
-
-    def _shifted(
-        self, tokens: Tensor, parts: TargetParts, positions: WindowPositions, starts: slice
-    ) -> Iterator[Tensor]:
-        """Yields the output at the token of each step: it does not depend on where a draft begins."""
-        places = torch.arange(tokens.shape[1], device=tokens.device)
-        seen = self.config.in_sight(places.unsqueeze(1), places) & (places <= places.unsqueeze(1))
-
-        def attention(index: int, query: Tensor, own: KeyValue | None) -> Tensor:
-            del index
-            assert own is not None, "the network has no feedback"
-            return causal_attention(Heads(query, *own), seen)
-
-        output = self.output(self.states(tokens, positions.of(places), attention, parts), parts)
-        for index in range(self.config.num_steps):
-            following = output.roll(-(index + 1), dims=1)
-            yield following[:, starts] if index else following
-
-    def _unrolled_memories(
-        self,
-        features: Tensor,
-        tokens: Tensor,
-        parts: TargetParts,
-        positions: WindowPositions,
-        starts: slice,
-        *,
-        is_detached: bool,
-    ) -> Iterator[Tensor]:
+        if not self.config.has_feedback:
+            yield from self._shifted(tokens, parts, positions, starts)
+            return
         places = begins = torch.arange(tokens.shape[1], device=tokens.device)
         first = self.committed_rows(features, tokens, positions.of(places), parts)
         later, drafted = list[KeyValue](), list[Tensor]()
@@ -306,14 +273,22 @@ class SpireHead(UnrolledHead):
             later.append(KeyValue(row.key.detach(), row.value.detach()) if is_detached else row)
             drafted.append(at.unsqueeze(1))
 
-    @override
-    def draft_logits(self, index: int, hidden: Tensor, parts: TargetParts) -> Tensor:
-        return parts.lm_head(hidden)
+    def _shifted(
+        self, tokens: Tensor, parts: TargetParts, positions: WindowPositions, starts: slice
+    ) -> Iterator[Tensor]:
+        """Yields the output at the token of each step: it does not depend on where a draft begins."""
+        places = torch.arange(tokens.shape[1], device=tokens.device)
+        seen = self.config.in_sight(places.unsqueeze(1), places) & (places <= places.unsqueeze(1))
 
-    @property
-    @override
-    def has_target_lm_head(self) -> bool:
-        return True
+        def attention(index: int, query: Tensor, own: KeyValue | None) -> Tensor:
+            del index
+            assert own is not None, "the network has no feedback"
+            return causal_attention(Heads(query, *own), seen)
+
+        output = self.output(self.states(tokens, positions.of(places), attention, parts), parts)
+        for index in range(self.config.num_steps):
+            following = output.roll(-(index + 1), dims=1)
+            yield following[:, starts] if index else following
 
 
 def _unrolled_over(begins: Tensor, first: KeyValue, later: list[KeyValue], seen: Tensor) -> Attention:

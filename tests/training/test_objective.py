@@ -33,8 +33,7 @@ class Seer(StepHead):
     """Looks up what the text or the target says some positions off the right one, told where it is by the feature."""
 
     def __init__(self, table: Tensor, ahead: int) -> None:
-        super().__init__()
-        self.config = StepHeadConfig(hidden_size=2, vocab_size=VOCAB_SIZE, num_heads=K)
+        super().__init__(StepHeadConfig(hidden_size=2, vocab_size=VOCAB_SIZE, num_heads=K))
         self.table, self.ahead = table, ahead
         self.scale = torch.nn.Parameter(torch.tensor(1.0))
 
