@@ -18,6 +18,7 @@ from server.ray_cluster import kill_one, ray_cluster
 
 from foretoken import LLM, AsyncLLM, SamplingParams
 from foretoken.cli.batch import batch
+from foretoken.cli.options import DrafterChoice, LoadOptions
 from foretoken.core.errors import ForetokenError
 from foretoken.server.batch import AnswerFile
 from foretoken.server.ray_batch import RayWorkers, run_ray_batch
@@ -70,7 +71,10 @@ def test_a_killed_worker_costs_no_line_and_changes_no_text(tmp_path: Path, capsy
     killer = threading.Thread(target=kill)
     killer.start()
     template = tmp_path / "template"
-    batch(source, out, MODEL, ["ngram"], num_workers=2, max_num_seqs=4, max_in_flight=8, chat_template=template)
+    batch(
+        source, out, MODEL, drafter=DrafterChoice(speculative_config=["ngram"]), loading=LoadOptions(), num_workers=2,
+        max_num_seqs=4, max_in_flight=8, chat_template=template,
+    )  # fmt: skip
     killer.join()
     said, told = capsys.readouterr()
     assert next(line for line in told.splitlines() if line.startswith("starting ")) == "starting 2 workers, 0 ready"
@@ -136,4 +140,6 @@ def test_a_worker_that_cannot_start_is_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "unknown"}))
     (tmp_path / "model.safetensors").write_bytes(b"")
     with pytest.raises(ForetokenError, match=r"workers failed: .*model.safetensors is damaged.* Run the"):
-        batch(source, tmp_path / "out.jsonl", str(tmp_path), num_workers=1)
+        batch(
+            source, tmp_path / "out.jsonl", str(tmp_path), drafter=DrafterChoice(), loading=LoadOptions(), num_workers=1
+        )
