@@ -25,12 +25,12 @@ _PIECE_TOKENS = 512  # a choice: logits of both models in float32 are in memory,
 
 
 class Quality(BaseModel):
-    """A rounded model beside its original.
+    """A quantized model beside its original.
 
     Attributes:
         original: Name of the original.
         num_tokens: Tokens of held-out text that both read.
-        perplexity: Of the rounded model.
+        perplexity: Of the quantized model.
         original_perplexity: Of the original.
         kl_divergence: Of the next token's distribution from the original's, in nats, mean over tokens.
         greedy_changes: Share of tokens after which the most probable token is another one.

@@ -40,8 +40,8 @@ def inspect(
         typer.Option(
             metavar="PATH",
             parser=options.local_place,
-            help="Model that the target in 4 or 8 bits was rounded from: measures perplexity, KL divergence and greedy "
-            "tokens beside it.",
+            help="Model that the target in 4 or 8 bits was quantized from: measures perplexity, KL divergence and "
+            "greedy tokens beside it.",
         ),
     ] = None,
     text: options.HeldOut = "heldout",

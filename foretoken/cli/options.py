@@ -68,17 +68,17 @@ Quantized = Annotated[
         "--quantization",
         "-q",
         metavar="NAME",
-        help="Round the target's matrices at load: int8 (a scale a row) or int4 (a scale for 128 weights); "
-        "w8a8 and w4a8 also round their inputs to 8 bits; a8 rounds only the inputs, of weights that are stored in "
-        "integers. CPUs alone. Texts are then those of the rounded model.",
+        help="Quantize the target's matrices at load: int8 (a scale a row) or int4 (a scale for 128 weights); "
+        "w8a8 and w4a8 also quantize their inputs to 8 bits; a8 quantizes only the inputs, of weights stored in "
+        "integers. CPUs alone. Texts are then those of the quantized model.",
     ),
 ]
 KVCacheDtype = Annotated[
     str | None,
     typer.Option(
         metavar="NAME",
-        help="int8 rounds keys and values when they are written to the KV cache: about half the memory of "
-        "bfloat16, in about the same time. CPUs alone. Texts are then those of the rounded cache. Default: auto.",
+        help="int8 quantizes keys and values when they are written to the KV cache: about half the memory of "
+        "bfloat16, in about the same time. CPUs alone. Texts are then those of the quantized cache. Default: auto.",
     ),
 ]
 RunnerName = Annotated[

@@ -45,7 +45,7 @@ def quantize(
     calibrate: Annotated[
         Path | None,
         typer.Option(
-            help="Text of the model's domain (.jsonl with prompts, or plain): weights are rounded by GPTQ, so that "
+            help="Text of the model's domain (.jsonl with prompts, or plain): weights are quantized by GPTQ, so that "
             "outputs on it change least. Needs memory for the whole model. Default: to nearest.",
         ),
     ] = None,
@@ -67,7 +67,7 @@ def quantize(
     goes on after its last file if it is started again with the same arguments.
     """
     from foretoken.decoder.library import set_num_threads
-    from foretoken.models.quantization.writing import SCHEMES, Original, round_linear, write_quantized
+    from foretoken.models.quantization.writing import SCHEMES, Original, quantize_linear, write_quantized
 
     if scheme not in SCHEMES:
         raise ConfigError(f"--scheme is '{scheme}'. {nearest_name_hint(scheme, SCHEMES)}")
@@ -88,18 +88,18 @@ def quantize(
     settings = {"source": str(place.resolve()), "scheme": scheme, "group_size": chosen.group, "calibration": digest}
     begin = time.perf_counter()
 
-    def rounded(name: str, weight: Any) -> Any:
-        return round_linear(name, weight, chosen)
+    def quantized(name: str, weight: Any) -> Any:
+        return quantize_linear(name, weight, chosen)
 
     if texts is not None:
         from foretoken.models.quantization.calibration import Calibration
 
-        rounded = Calibration(source, chosen, texts).rounded
+        quantized = Calibration(source, chosen, texts).quantized
     with terminal.progress("files") as on_progress:
-        write_quantized(source, out, chosen, settings, rounded, on_progress)
+        write_quantized(source, out, chosen, settings, quantized, on_progress)
     written = time.perf_counter()
     quality = measured_quality(out, str(place), text) if compare else None
-    how = "rounded to nearest" if texts is None else f"rounded by GPTQ on {len(texts)} pieces of text"
+    how = "quantized to nearest" if texts is None else f"quantized by GPTQ on {len(texts)} pieces of text"
     _finish(place, out, scheme, how, quality)
     size = sum(path.stat().st_size for path in out.glob("*.safetensors"))
     if as_json:
@@ -137,7 +137,7 @@ def _pieces(file: str, source: Any) -> list[list[int]]:
     return pieces[:_MOST_PIECES]
 
 
-def measured_quality(rounded: Path, original: str, text: str) -> Quality | None:
+def measured_quality(quantized: Path, original: str, text: str) -> Quality | None:
     """Compares a model with its original on a bundled or named text; without a tokenizer, says so and returns None."""
     from foretoken.bench.quality import compare_weights
     from foretoken.bench.workload import load_prompts
@@ -150,7 +150,7 @@ def measured_quality(rounded: Path, original: str, text: str) -> Quality | None:
         terminal.print_note(f"note: '{original}' has no tokenizer, so nothing was compared.")
         return None
     texts = [list(tokenizer.encode(each, verbose=False)) for each in load_prompts(text, limit=_MOST_TEXTS)]
-    made, exact = (load_model(each, dtype="bfloat16", device="cpu") for each in (rounded, original))
+    made, exact = (load_model(each, dtype="bfloat16", device="cpu") for each in (quantized, original))
     with progress("texts compared") as on_progress:
         return compare_weights(made, exact, texts, on_progress)
 

@@ -214,7 +214,7 @@ class BlockStack:
             taps: Extra outputs of `run_with_features`: i is the input of block i, L the output of the last block.
             backend: "auto" for the fastest.
             capture: Captures and replays; None for CUDA graphs on GPUs and no capture elsewhere.
-            quantization: For rounded copies of all matrices, on the native backend alone. None to read the weights in
+            quantization: For quantized copies of all matrices, on the native backend alone. None to read the weights in
                 place.
 
         Raises:

@@ -103,7 +103,7 @@ class NativeBlocks:
 
         Args:
             layers: On a CPU, in float32 or bfloat16.
-            cache: In the same dtype, or rounded.
+            cache: In the same dtype, or quantized.
             taps: Boundary indices of features: i is the input of block i, L the output of the last block, L + 1 the
                 final norm.
             ends: The whole model, for its embedding and LM head; None for blocks alone.

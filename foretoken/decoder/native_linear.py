@@ -31,13 +31,13 @@ class NativeLinear(nn.Module):
         *,
         quantization: Quantization | None = None,
     ) -> None:
-        """Keeps the weight in place, or a rounded copy of the weight.
+        """Keeps the weight in place, or a quantized copy of the weight.
 
         Args:
             weight: (N, K), on a CPU, contiguous, in float32 or bfloat16; any floating dtype with `quantization`. Or a
                 quantized matrix.
             bias: (N,), or None.
-            quantization: For a rounded copy, see `quantized`; the layer then does not keep the weight.
+            quantization: For a quantized copy, see `quantized`; the layer then does not keep the weight.
 
         Raises:
             UnsuitableError: If the weight is anything else, or not finite if it is quantised, or the kernels cannot be
@@ -96,7 +96,7 @@ class NativeLinear(nn.Module):
         return self._described()[0], self._is_bfloat16
 
     def requantize(self, weight: Tensor) -> None:
-        """Renews a rounded copy in place after writes to its weight (N, K); raises `UnsuitableError` if not finite."""
+        """Renews a quantized copy after writes to its weight (N, K); raises `UnsuitableError` if that is not finite."""
         own = self._weight
         if self._quantization is None or isinstance(own, Tensor):
             return
@@ -131,7 +131,7 @@ def fast_linear(layer: nn.Module, *, quantization: Quantization | None = None, c
     """Returns a native layer if possible, else the layer itself.
 
     Args:
-        quantization: For a rounded copy with its own memory; a `QuantizedLinear` keeps its matrix.
+        quantization: For a quantized copy with its own memory; a `QuantizedLinear` keeps its matrix.
         compacts: Whether a float32 weight becomes bfloat16 if that is exact: half the bytes to read, but inputs are
             rounded to bfloat16. Otherwise the weight is read in place.
 

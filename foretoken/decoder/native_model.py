@@ -53,8 +53,8 @@ class NativeModel(Described):
         Args:
             layers: The blocks, on a CPU, in float32 or bfloat16.
             ends: The whole model, for its embedding and LM head; None for blocks alone.
-            cache: In the same dtype, or rounded.
-            quantization: For rounded copies of all matrices, also of the LM head but not of embedding
+            cache: In the same dtype, or quantized.
+            quantization: For quantized copies of all matrices, also of the LM head but not of embedding
                 and routers, beside the originals. None to read the weights in place, as they are stored.
 
         Raises:

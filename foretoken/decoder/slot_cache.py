@@ -154,7 +154,7 @@ class LayerShape(NamedTuple):
     value_width: int
 
 
-_SCALE = 4  # bytes behind a rounded row
+_SCALE = 4  # bytes behind a quantized row
 
 
 class SlotCache:
@@ -168,7 +168,7 @@ class SlotCache:
         num_positions: Positions of the tokens in a slot are below it.
         is_shared: Whether slots share rows, and must reserve them.
         is_rounded: Whether rows are in int8.
-        keys: Of each layer, (places, heads, capacity, width); 4 bytes wider if rounded. `places` gives the place of a
+        keys: Of each layer, (places, heads, capacity, width); 4 bytes wider if quantized. `places` gives the place of a
             slot.
         values: As `keys`.
     """

@@ -53,7 +53,7 @@ class Options(VocabularyOptions):
         quantization: "int8" drafts with copies of all matrices in int8, with a scale per row, on native kernels (CPUs,
             float32 and bfloat16): one more byte per weight. "none" drafts with the weights as
             stored. "int4" takes half the bytes of "int8". "auto" takes int8 where possible. Matrices that are stored
-            in integers stay as they are; except for "none" their inputs are rounded to 8 bits.
+            in integers stay as they are; except for "none" their inputs are quantized to 8 bits.
         vocab_match: How a draft model with another tokenizer drafts. "same" refuses it, "intersection" drafts tokens
             that both vocabularies have, "text" drafts text (chains of the most probable tokens). "auto" means "same"
             for equal vocabularies, else "intersection" if most of the target's tokens are shared. None means

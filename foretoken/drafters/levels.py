@@ -1,4 +1,4 @@
-"""Drafting level by level with weights: draws, passes, rounded copies of weights, and a draft model's KV cache.
+"""Drafting level by level with weights: draws, passes, quantized copies of weights, and a draft model's KV cache.
 
 A draft model is fed committed tokens once. Its classes work with its own ids; only logits for expansions and frontiers
 from them use the target's ids, and a `VocabularyMap` translates.
@@ -276,7 +276,7 @@ _Made = TypeVar("_Made")
 
 
 def with_quantization(option: QuantizationOption, make: Callable[[Quantization | None], _Made]) -> _Made:
-    """Returns the result of `make` for rounded weights if they are wanted and possible, else for those as stored.
+    """Returns the result of `make` for quantized weights if they are wanted and possible, else for those as stored.
 
     Args:
         option: "int4" and "int8" require them, "auto" takes int8 if possible.
@@ -466,7 +466,7 @@ def draft_runner(
 
     def quantize(quantization: Quantization | None) -> None:  # leaves the model as it is if it raises
         if quantization is not None and model.quantization is not None:
-            raise UnsuitableError(f"'{model.name}' was rounded to {model.quantization} before.")
+            raise UnsuitableError(f"'{model.name}' was quantized to {model.quantization} before.")
         if drafted is not None:
             try:
                 runner.draft_with(quantization, torch.tensor(drafted.ids))

@@ -112,11 +112,11 @@ def target_model(
 ) -> LoadedModel:
     """Returns the target; loads it if needed. Arguments as in `LLM`.
 
-    Raises `ConfigError` for arguments of another form, `ModelError` if the model cannot be loaded or rounded, or is in
-    memory with another dtype, device or quantization.
+    Raises `ConfigError` for arguments of another form, `ModelError` if the model cannot be loaded or quantized, or is
+    in memory with another dtype, device or quantization.
     """
     wanted, kv_wanted = check_quantization_name(quantization), _kv_cache_dtype(kv_cache_dtype)
-    loaded = _rounded_model(_loaded_model(model, dtype, device, revision, wanted == "a8"), model, wanted)
+    loaded = _quantized_model(_loaded_model(model, dtype, device, revision, wanted == "a8"), model, wanted)
     return replace(loaded, kv_cache_dtype=kv_wanted) if kv_wanted != "auto" else loaded
 
 
@@ -128,14 +128,14 @@ def _kv_cache_dtype(value: Any) -> KVCacheDtype:
     )
 
 
-def _rounded_model(loaded: LoadedModel, model: Any, wanted: Quantization | RoundsInputs | None) -> LoadedModel:
+def _quantized_model(loaded: LoadedModel, model: Any, wanted: Quantization | RoundsInputs | None) -> LoadedModel:
     if wanted is None or wanted == loaded.quantization:
         return loaded
     if wanted == "a8":
         if not isinstance(model, str | os.PathLike):
             raise ModelError(
                 f"quantization 'a8' was asked for, but '{loaded.name}' is in memory. Expected the name of a model: its "
-                "inputs are rounded from the start. Pass its file or directory."
+                "inputs are quantized from the start. Pass its file or directory."
             )
         return loaded
     if loaded.quantization is not None:

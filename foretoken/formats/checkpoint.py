@@ -252,7 +252,7 @@ class TargetWeights:
     def of_model(cls, model: LoadedModel) -> TargetWeights:
         """Returns the tensors of a loaded target, not copied."""
         if model.quantization is not None:
-            raise ModelError(f"'{model.name}' was rounded to {model.quantization}. Load it without quantization.")
+            raise ModelError(f"'{model.name}' was quantized to {model.quantization}. Load it without quantization.")
         module: Any = model.module
         parts, head = target_parts(model), module.get_output_embeddings()
         norm = final_norm(model.backbone)

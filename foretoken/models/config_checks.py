@@ -144,7 +144,7 @@ def check_model_files(name: str, *, may_be_hub_id: bool = True) -> None:
     if is_gguf(name) and directory.is_file():
         raise ModelError(
             f"'{name}' is a GGUF file. Expected a model directory with config.json and safetensors, because this needs "
-            "the weights as they were before they were rounded. Name the directory of the original model."
+            "the weights as they were before they were quantized. Name the directory of the original model."
         )
     if not directory.is_dir():
         if may_be_hub_id and is_hub_id(name):

@@ -88,11 +88,11 @@ class LoadedModel:
         dtype: Dtype of weights and cache.
         eos_ids: End-of-sequence tokens of its generation configuration.
         is_borrowed: Whether the weights lie in the memory of a caller's model, which must stay as it is.
-        quantization: How the matrices were rounded after they were loaded, or the format in which they are stored in
+        quantization: How the matrices were quantized after they were loaded, or the format in which they are stored in
             integers; or None.
-        first_head_rows: (HASHED_ROWS, E), rows of the LM head before they were rounded here; None if they were not.
-        kv_cache_dtype: "int8" if keys and values are rounded when they are written to the KV cache, each row of a head
-            with a scale; "auto" if the cache has the model's dtype.
+        first_head_rows: (HASHED_ROWS, E), rows of the LM head before they were quantized here; None if they were not.
+        kv_cache_dtype: "int8" if keys and values are quantized when they are written to the KV cache, each row of a
+            head with a scale; "auto" if the cache has the model's dtype.
         files: See `files_identity`; None for weights that came from memory.
         stored: The model with the integers that this one's weights stand for; None if it was not unpacked from any.
     """
@@ -159,7 +159,7 @@ def load_model(
 
     Raises:
         ModelError: If the model is missing, damaged, incomplete or not safetensors, or its architecture cannot be
-            rolled back; or there are no matrices in integers whose inputs could be rounded, or no kernels for them.
+            rolled back; or there are no matrices in integers whose inputs could be quantized, or no kernels for them.
     """
     name = os.fspath(name)
     files = files_identity(Path(name))  # before they are read: a change meanwhile makes it another model's

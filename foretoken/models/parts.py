@@ -57,7 +57,7 @@ class TargetParts:
     head_rows: HeadRows | None = None
 
     def follow_weights(self) -> None:
-        """Renews a rounded copy of the LM head after writes to the target's weight."""
+        """Renews a quantized copy of the LM head after writes to the target's weight."""
         if self.head_rows is not None:
             self.head_rows.follow_weight()
         elif self.native is not None and isinstance(self.native.head.layer, NativeLinear):
@@ -79,16 +79,16 @@ def target_parts(
             are.
         is_inference: Whether no gradients are needed. Nothing is copied then, and the LM head may run on native kernels
             and return float32.
-        quantization: With `is_inference`, for a rounded copy of the LM head, for drafts alone.
+        quantization: With `is_inference`, for a quantized copy of the LM head, for drafts alone.
         head_tokens: (R,) int64, the tokens of the rows that the LM head has; None for all.
 
     Raises:
         UnsuitableError: If the LM head cannot be quantised, or has another class than those with rows.
-        ModelError: For a dtype without `is_inference`, if the model was rounded.
+        ModelError: For a dtype without `is_inference`, if the model was quantized.
     """
     if model.quantization is not None and dtype is not None and not is_inference:
         raise ModelError(
-            f"'{model.name}' was rounded to {model.quantization}, and training and copies need its weights as they "
+            f"'{model.name}' was quantized to {model.quantization}, and training and copies need its weights as they "
             "are. Load it without quantization, or name the directory of the original model."
         )
     module: Any = model.module

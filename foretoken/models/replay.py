@@ -60,7 +60,7 @@ def replay(
         paths: (P, T) int64, tokens from position 0 on.
         states: L + 1 tensors (P, T, E): the input of every block, and the output of the last one.
         chosen: Blocks to run, the first among them.
-        rounds_rows: Whether keys and values are rounded as in a KV cache in int8.
+        rounds_rows: Whether keys and values are quantized as in a KV cache in int8.
 
     Raises:
         ModelError: If the blocks cannot be found.
@@ -180,7 +180,7 @@ class _RoundedRows:
     """A cache that keeps nothing, and rounds keys and values as the kernels store them in int8."""
 
     def update(self, key: Tensor, value: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        """Returns both rounded."""
+        """Returns both quantized."""
         return _rounded(key), _rounded(value)
 
 

@@ -104,7 +104,7 @@ def check_architecture(name: str, model: LoadedModel) -> None:
 def make_decoder(name: str, model: LoadedModel, cache: SlotCache, taps: Sequence[Tap]) -> Decoder:
     """Makes a decoder, one of `DECODERS`, without a self-test.
 
-    Raises `ModelError` if the decoder does not know the model or cannot run here, has no kernels for rounded KV rows,
+    Raises `ModelError` if the decoder does not know the model or cannot run here, has no kernels for quantized KV rows,
     or a tap cannot be read.
     """
     if cache.is_rounded and name != NativeDecoder.name:
@@ -140,7 +140,7 @@ def drafting_decoder(
     quantization: Quantization | None = None,
     head_tokens: Tensor | None = None,
 ) -> tuple[Decoder, HeadRows | None]:
-    """Returns a decoder of a draft model with rounded copies of its matrices, or a part of its LM head, or both.
+    """Returns a decoder of a draft model with quantized copies of its matrices, or a part of its LM head, or both.
 
     The self-test does not run: the logits are those of other weights. The decoder passed it with the original ones.
 

@@ -127,7 +127,7 @@ class Runner:
         )
         self.last_position = min(model.context_len, self.cache.num_positions) - 1
         self._taps = tuple(taps)
-        self.quantization: Quantization | None = None  # of rounded copies of the weights
+        self.quantization: Quantization | None = None  # of quantized copies of the weights
         self.head_rows: HeadRows | None = None
         # Nobody else holds weights that were read for lean decoders alone.
         self._writes = WeightWrites(nn.Module() if model.lean is not None else model.module)
@@ -147,7 +147,7 @@ class Runner:
         self._writes.leave_out_written()
 
     def draft_with(self, quantization: Quantization | None, head_tokens: Tensor | None = None) -> None:
-        """Uses rounded copies of all matrices, or a part of the LM head; for draft models: the distribution changes.
+        """Uses quantized copies of all matrices, or a part of the LM head; for draft models: the distribution changes.
 
         The copies lie beside the originals. For arguments see `drafting_decoder`. Raises `UnsuitableError`, and changes
         nothing, if the decoder has no kernels for the format, the weights cannot be quantised, or it is `generic`.
@@ -168,7 +168,7 @@ class Runner:
             return False
         if self.model.quantization is not None:
             raise ModelError(
-                f"weights of '{self.model.name}' were written, whose matrices were rounded before. Make a new LLM."
+                f"weights of '{self.model.name}' were written, whose matrices were quantized before. Make a new LLM."
             )
         if self.quantization is not None or self.head_rows is not None:
             self.draft_with(self.quantization, None if self.head_rows is None else self.head_rows.tokens)

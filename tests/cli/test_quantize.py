@@ -148,11 +148,11 @@ def test_blocks_get_their_own_arguments(architecture: str, tmp_path: Path) -> No
     made = Calibration(writing.Original(tmp_path), Scheme(8, 0), [text])
     expected = module(torch.tensor([text]), output_hidden_states=True).hidden_states
     with mock.patch.object(
-        calibration, "gptq", lambda name, weight, *_: writing.Rounded(weight, torch.ones(len(weight), 1))
+        calibration, "gptq", lambda name, weight, *_: writing.Quantized(weight, torch.ones(len(weight), 1))
     ):
         for index in range(3):
             assert (made._hidden[0] - expected[index]).abs().max() <= 1e-5 * expected[index].abs().max()
-            made._round_block(index)
+            made._quantize_block(index)
 
 
 def test_calibration_brings_outputs_closer(small: Path, tmp_path: Path) -> None:
@@ -164,7 +164,7 @@ def test_calibration_brings_outputs_closer(small: Path, tmp_path: Path) -> None:
         assert done.returncode == 0, done.stderr
         qualities.append(json.loads(done.stdout)["quality"]["kl_divergence"])
     assert qualities[1] < 0.95 * qualities[0]
-    assert "rounded by GPTQ on" in (tmp_path / "gptq" / "README.md").read_text()
+    assert "quantized by GPTQ on" in (tmp_path / "gptq" / "README.md").read_text()
 
 
 @pytest.mark.parametrize("scheme", [Scheme(4, 32), Scheme(4, 128), Scheme(8, 0)], ids=str)
@@ -173,7 +173,7 @@ def test_gptq_lowers_the_error_of_outputs(scheme: Scheme) -> None:
     weight = torch.randn(40, 256, generator=generator)
     inputs = torch.randn(600, 256, generator=generator) @ torch.randn(256, 256, generator=generator) * 0.1
     made = gptq("w", weight, inputs.T @ inputs, scheme)
-    nearest = writing.round_linear("w", weight, scheme)
+    nearest = writing.quantize_linear("w", weight, scheme)
     errors = [((inputs @ (each.dequantized() - weight).T).square().sum()) for each in (made, nearest)]
     assert errors[0] < 0.7 * errors[1]
     assert torch.equal(made.scales, nearest.scales)
@@ -300,7 +300,7 @@ def test_calibrated_experts_change_outputs_less(tmp_path: Path) -> None:
         module(torch.tensor([texts[0]]))
         exact = layer.experts(*seen[0])
         errors = []
-        for rounded in (calibrated.rounded, lambda name, weight: writing.round_linear(name, weight, scheme)):
+        for rounded in (calibrated.quantized, lambda name, weight: writing.quantize_linear(name, weight, scheme)):
             for key, name in source.linears.items():
                 expert, part = name.split(".")[-3:-1]
                 if not name.startswith("model.layers.0.mlp.experts."):

@@ -199,7 +199,7 @@ def test_writes_to_a_callers_weights_end_it() -> None:
     with torch.no_grad():
         module.model.norm.weight.mul_(2)
     (output,) = engine.generate(PROMPTS[:1], PARAMS[:1])
-    assert "weights of 'LlamaForCausalLM' were written, whose matrices were rounded" in str(output.outputs[0].error)
+    assert "weights of 'LlamaForCausalLM' were written, whose matrices were quantized" in str(output.outputs[0].error)
 
 
 def test_refusals() -> None:
@@ -215,13 +215,13 @@ def test_refusals() -> None:
         LLM(loaded, quantization="int4")
     with pytest.raises(ModelError, match="keeps its weight in 8 bits, which cannot be saved"):
         loaded.module.state_dict()
-    with pytest.raises(ModelError, match="'tiny' was rounded to int8, and training and copies need its weights"):
+    with pytest.raises(ModelError, match="'tiny' was quantized to int8, and training and copies need its weights"):
         target_parts(loaded, dtype=torch.float32)
-    with pytest.raises(ConfigError, match="quantization 'int8' cannot be had: 'tiny' was rounded to int8 before"):
+    with pytest.raises(ConfigError, match="quantization 'int8' cannot be had: 'tiny' was quantized to int8 before"):
         LLM(loaded, speculative_config={"method": "sparse_kv", "kv_budget": 12, "quantization": "int8"})
     broken = copy.deepcopy(module)
     broken.model.layers[1].mlp.up_proj.weight.data[0, 0] = float("nan")
-    with pytest.raises(ModelError, match=r"'model.layers.1.mlp.up_proj' of .* cannot be rounded: a weight .* NaN"):
+    with pytest.raises(ModelError, match=r"'model.layers.1.mlp.up_proj' of .* cannot be quantized: a weight .* NaN"):
         LLM(broken, quantization="int4")
     hooked = copy.deepcopy(module)
     hooked.model.layers[0].mlp.register_forward_hook(lambda *_: None)

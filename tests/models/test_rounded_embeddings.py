@@ -143,7 +143,7 @@ def test_embeddings_that_stay(what: str) -> None:
 def test_refusals() -> None:
     broken = tiny_model("llama", dtype=torch.bfloat16)
     broken.model.embed_tokens.weight.data[3, 2] = float("inf")
-    with pytest.raises(ModelError, match=r"'model.embed_tokens' of 'tiny' cannot be rounded: a weight .* NaN"):
+    with pytest.raises(ModelError, match=r"'model.embed_tokens' of 'tiny' cannot be quantized: a weight .* NaN"):
         quantize_model(wrap_model(broken, name="tiny"), "int4")
     with pytest.raises(ModelError, match=r"'model.embed_tokens' keeps its weight in 8 bits, which cannot be saved"):
         rounded("int4", "llama").module.state_dict()

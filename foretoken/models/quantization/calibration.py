@@ -1,7 +1,7 @@
-"""Rounds linear layers block by block so that their outputs on some text change least: GPTQ.
+"""Quantizes linear layers block by block so that their outputs on some text change least: GPTQ.
 
 Source: Frantar et al., "GPTQ: Accurate Post-Training Quantization for Generative Pre-trained Transformers", 2022,
-section 3. Scales are chosen before, for groups of inputs side by side; inputs are then rounded in the order of their
+section 3. Scales are chosen before, for groups of inputs side by side; inputs are then quantized in the order of their
 squares, the largest first.
 """
 
@@ -18,7 +18,7 @@ from foretoken.core.checks import require
 from foretoken.core.errors import ModelError, foreign_errors_as, one_line
 from foretoken.models.generic import find_blocks
 from foretoken.models.quantization.experts import separate_experts
-from foretoken.models.quantization.writing import Rounded, round_linear
+from foretoken.models.quantization.writing import Quantized, quantize_linear
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -31,14 +31,14 @@ _TOKENS_AT_ONCE = 1 << 13  # of products of inputs; a choice: 8,192 x 8,192 floa
 
 
 class Calibration:
-    """Rounds the layers of a model, in the order of its blocks; layers after rounded ones see their outputs."""
+    """Quantizes the layers of a model, in the order of its blocks; layers after quantized ones see their outputs."""
 
     def __init__(self, source: Original, scheme: Scheme, texts: Sequence[Sequence[int]]) -> None:
         """Loads the model in the dtype of its file, and reads the texts once for the arguments of all blocks.
 
         Args:
             source: The original.
-            scheme: How weights are rounded.
+            scheme: How weights are quantized.
             texts: Token ids; each is read alone.
 
         Raises:
@@ -60,15 +60,15 @@ class Calibration:
         self._calls = [self._calls_of(text) for text in texts]
         self._hidden = [calls[0][0] for calls in self._calls]
         self._next = 0
-        self._made: dict[str, Rounded] = {}
+        self._made: dict[str, Quantized] = {}
 
-    def rounded(self, name: str, weight: Tensor) -> Rounded:
-        """Rounds the weight of a linear layer, after those of all blocks before; other layers to nearest."""
+    def quantized(self, name: str, weight: Tensor) -> Quantized:
+        """Quantizes the weight of a linear layer, after those of all blocks before; other layers to nearest."""
         place = next((i for i, path in enumerate(self._paths) if name.startswith(f"{path}.")), None)
         if place is None:
-            return round_linear(name, weight, self._scheme)
+            return quantize_linear(name, weight, self._scheme)
         while self._next <= place:
-            self._made = self._round_block(self._next)
+            self._made = self._quantize_block(self._next)
             self._next += 1
         return self._made.pop(name)
 
@@ -89,7 +89,7 @@ class Calibration:
         return calls
 
     @torch.no_grad()
-    def _round_block(self, index: int) -> dict[str, Rounded]:
+    def _quantize_block(self, index: int) -> dict[str, Quantized]:
         block, path = self._blocks[index], self._paths[index]
         linears = {name: part for name, part in block.named_modules() if type(part) is nn.Linear}
         squares = _Squares()
@@ -136,19 +136,19 @@ class _Squares:
         return torch.zeros(size, size) if total is None else total
 
 
-def gptq(name: str, weight: Tensor, squares: Tensor, scheme: Scheme) -> Rounded:
-    """Rounds a weight so that its outputs change least.
+def gptq(name: str, weight: Tensor, squares: Tensor, scheme: Scheme) -> Quantized:
+    """Quantizes a weight so that its outputs change least.
 
     Args:
         name: Of the weight.
         weight: (N, K).
         squares: (K, K) float32, the sum of x x^T over inputs x.
-        scheme: How weights are rounded.
+        scheme: How weights are quantized.
 
     Raises:
         ModelError: For weights that are not finite, or inputs whose squares have no inverse.
     """
-    nearest = round_linear(name, weight, scheme)
+    nearest = quantize_linear(name, weight, scheme)
     least, most = (-8, 7) if scheme.bits == 4 else (-127, 127)
     cols = weight.shape[1]
     order = squares.diagonal().argsort(descending=True)
@@ -167,7 +167,7 @@ def gptq(name: str, weight: Tensor, squares: Tensor, scheme: Scheme) -> Rounded:
             errors[:, i] = (own[:, i] - number * scales[:, k]) / inverse[k, k]
             own[:, i:].addr_(errors[:, i], inverse[k, k:end], alpha=-1)
         w[:, end:].addmm_(errors, inverse[start:end, end:], alpha=-1)
-    return Rounded(numbers[:, order.argsort()].contiguous(), nearest.scales)
+    return Quantized(numbers[:, order.argsort()].contiguous(), nearest.scales)
 
 
 def _inverse_root(name: str, squares: Tensor) -> Tensor:

@@ -23,7 +23,7 @@ _FORMATS = ("pack-quantized", "int-quantized", "naive-quantized", "mixed-precisi
 
 
 class _Numbers(BaseModel):
-    """How weights or inputs are rounded."""
+    """How weights or inputs are quantized."""
 
     model_config = ConfigDict(extra="ignore", frozen=True)
 
@@ -42,7 +42,7 @@ class _Numbers(BaseModel):
 
 
 class _Scheme(BaseModel):
-    """The layers of a group of the configuration, and how they are rounded."""
+    """The layers of a group of the configuration, and how they are quantized."""
 
     model_config = ConfigDict(extra="ignore", frozen=True)
 
@@ -76,8 +76,8 @@ def layout(settings: Mapping[str, Any], name: str) -> Layout:
         name: Of the model.
 
     Raises:
-        ModelError: For floating-point numbers, other bits than 4 and 8, inputs that are not rounded a token at a time,
-            and everything that changes numbers besides: KV caches, transforms, sparsity.
+        ModelError: For floating-point numbers, other bits than 4 and 8, inputs that are not quantized a token at a
+            time, and everything that changes numbers besides: KV caches, transforms, sparsity.
     """
     found = validated(
         _Settings,

@@ -1,4 +1,4 @@
-"""Rounds the weights of a loaded target to 4 or 8 bits; drafts are then verified against the rounded model."""
+"""Quantizes the weights of a loaded target to 4 or 8 bits; drafts are then verified against the quantized model."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _DTYPES = (torch.float32, torch.bfloat16)
 
 
 def check_quantization_name(value: Any) -> Quantization | RoundsInputs | None:
-    """Returns None, a way to round weights, or `RoundsInputs`; raises `ConfigError` for anything else."""
+    """Returns None, a way to quantize weights, or `RoundsInputs`; raises `ConfigError` for anything else."""
     if value is not None and value not in _QUANTIZATIONS:
         raise ConfigError(
             f"quantization is {shown(value)}. Expected {' or '.join(_QUANTIZATIONS)}, or None for the weights as "
@@ -39,7 +39,7 @@ def quantize_model(model: LoadedModel, quantization: Quantization) -> LoadedMode
     """Replaces the linear layers and experts of a target by those in 4 or 8 bits, the LM head too; routers stay.
 
     The embedding gets 8 bits with a scale a row. It shares the integers of an LM head that has the same weight and is
-    rounded alike. An embedding that computes anything else than rows of its weight, times a factor, stays as it is.
+    quantized alike. An embedding that computes anything else than rows of its weight, times a factor, stays as it is.
 
     The module is changed in place. The originals are freed block by block, unless others hold them.
 
@@ -121,5 +121,5 @@ def _rounded(
             for weight, parts in ((part.gate_up_proj, 2), (part.down_proj, 1))
         )
     except UnsuitableError as err:
-        raise ModelError(f"'{name}' of '{model.name}' cannot be rounded: {err}") from err
+        raise ModelError(f"'{name}' of '{model.name}' cannot be quantized: {err}") from err
     return QuantizedExperts(gate_up, down, part.act_fn)

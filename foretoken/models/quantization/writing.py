@@ -41,7 +41,7 @@ _BESIDE = {".json", ".txt", ".model", ".jinja"}  # files of tokenizers and chat 
 
 
 class Scheme(NamedTuple):
-    """Bits of weights, how many of them share a scale (0: a row), and whether inputs are rounded to 8 bits."""
+    """Bits of weights, how many of them share a scale (0: a row), and whether inputs are quantized to 8 bits."""
 
     bits: int
     group: int
@@ -51,7 +51,7 @@ class Scheme(NamedTuple):
 SCHEMES = {"W4A16": Scheme(4, 128), "W8A16": Scheme(8, 0), "W8A8": Scheme(8, 0, rounds_inputs=True)}
 
 
-class Rounded(NamedTuple):
+class Quantized(NamedTuple):
     """A linear layer: numbers (N, K) int8, and scales (N, G) in the dtype of the checkpoint."""
 
     numbers: Tensor
@@ -64,16 +64,16 @@ class Rounded(NamedTuple):
 
 
 class Original:
-    """A checkpoint to be rounded, and its linear layers except for the LM head.
+    """A checkpoint to be quantized, and its linear layers except for the LM head.
 
     Attributes:
         config: Of transformers.
         headers: All tensors by name, block by block.
-        linears: Names of the weights that are rounded, and what transformers calls them.
+        linears: Names of the weights that are quantized, and what transformers calls them.
     """
 
     def __init__(self, directory: Path) -> None:
-        """Reads configuration and headers; raises `ModelError` for what cannot be rounded."""
+        """Reads configuration and headers; raises `ModelError` for what cannot be quantized."""
         check_model_files(str(directory), may_be_hub_id=False)
         self.directory, self.config = directory, load_config(str(directory))
         check_architecture(self.config, str(directory))
@@ -117,7 +117,7 @@ class Original:
         if odd is None:
             return
         fitting = next((each for each in (128, 64, 32) if all(cols % each == 0 for cols in inputs.values())), None)
-        advice = "Round to 8 bits." if fitting is None else f"Pass --group-size {fitting}."
+        advice = "Quantize to 8 bits." if fitting is None else f"Pass --group-size {fitting}."
         raise ConfigError(
             f"groups have {scheme.group} weights, but {odd} has {inputs[odd]} inputs. Expected a multiple of it. "
             f"{advice}"
@@ -142,8 +142,8 @@ def _is_foreign(part: nn.Module) -> bool:
     return any(each.dim() > 2 for each in part.parameters(recurse=False)) and not is_plain_experts(part)
 
 
-def round_linear(name: str, weight: Tensor, scheme: Scheme) -> Rounded:
-    """Rounds a weight (N, K) to nearest, some rows at a time; scales get its dtype, or bfloat16 for float32.
+def quantize_linear(name: str, weight: Tensor, scheme: Scheme) -> Quantized:
+    """Quantizes a weight (N, K) to nearest, some rows at a time; scales get its dtype, or bfloat16 for float32.
 
     Raises:
         ModelError: For NaN and infinity.
@@ -158,7 +158,7 @@ def round_linear(name: str, weight: Tensor, scheme: Scheme) -> Rounded:
     numbers, scales = (torch.cat(each) for each in zip(*parts, strict=True))
     if not scales.isfinite().all():
         raise ModelError(f"{name} holds NaN or infinite values, or ones too large for {kind}. Expected finite weights.")
-    return Rounded(numbers, scales.to(kind))
+    return Quantized(numbers, scales.to(kind))
 
 
 def scale_dtype(weight: Tensor) -> torch.dtype:
@@ -171,7 +171,7 @@ def write_quantized(
     out: Path,
     scheme: Scheme,
     settings: Mapping[str, Any],
-    rounded: Callable[[str, Tensor], Rounded],
+    quantized: Callable[[str, Tensor], Quantized],
     on_progress: Callable[[int, int], None],
 ) -> Path:
     """Writes a model directory in the format of compressed-tensors.
@@ -182,9 +182,9 @@ def write_quantized(
     Args:
         source: The original.
         out: Directory; a new or empty one, or one of the same run.
-        scheme: How weights are rounded.
+        scheme: How weights are quantized.
         settings: All that decides the numbers, for the record in the directory.
-        rounded: Rounds a weight, by its name in transformers; called block by block.
+        quantized: Quantizes a weight, by its name in transformers; called block by block.
         on_progress: Gets the number of files that are done and of all.
 
     Returns:
@@ -210,7 +210,7 @@ def write_quantized(
             if stored is None:
                 tensors: dict[str, Tensor] = {}
                 for key in keys:
-                    tensors |= _tensors(source, key, scheme, rounded)
+                    tensors |= _tensors(source, key, scheme, quantized)
                 with told_as(ConfigError, f"'{out / name}'", _ADVICE), new_file(out / name) as new:
                     save_file(tensors, new, metadata={"format": "pt", "digest": digest})
                 stored = list(tensors)
@@ -239,12 +239,12 @@ def _write(path: Path, values: Mapping[str, Any]) -> None:
 
 
 def _tensors(
-    source: Original, key: str, scheme: Scheme, rounded: Callable[[str, Tensor], Rounded]
+    source: Original, key: str, scheme: Scheme, quantized: Callable[[str, Tensor], Quantized]
 ) -> dict[str, Tensor]:
     tensor = source.read(key)
     if key not in source.linears:
         return {key: tensor}
-    made, name = rounded(source.linears[key], tensor), key.removesuffix(".weight")
+    made, name = quantized(source.linears[key], tensor), key.removesuffix(".weight")
     if scheme.rounds_inputs:
         return {key: made.numbers, f"{name}.weight_scale": made.scales}
     return {
