@@ -65,11 +65,6 @@ class AcceptancePolicy:
     synthetic_acceptance_length: float | None = None
 
     def __post_init__(self) -> None:
-        if self.rule == "kseq":
-            raise ConfigError(
-                "the acceptance rule 'kseq' was removed: it accepted hardly more than 'sequential' in twice the time. "
-                "Use 'traversal' for trees, or leave 'acceptance' out."
-            )
         if not isinstance(self.rule, str) or self.rule not in _SELECTABLE:
             hint = nearest_name_hint(shown(self.rule), _SELECTABLE)
             raise ConfigError(f"acceptance rule {shown(self.rule)} does not exist. {hint}")

@@ -7,11 +7,11 @@ Each policy here chooses one depth for all sequences of a batch, and whole draft
 from __future__ import annotations
 
 from collections import defaultdict
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from foretoken.core.checks import shown
+from foretoken.core.checks import check_number, shown
 from foretoken.core.errors import ConfigError, nearest_name_hint
 from foretoken.drafting.base import Allotment, Allowance, Fixed
 from foretoken.trees.stopping import STOP_CONTROLS
@@ -31,6 +31,19 @@ def check_control(name: object) -> str:
     if not isinstance(name, str) or name not in CONTROLS:
         raise ConfigError(f"there is no control {shown(name)}. {nearest_name_hint(shown(name), CONTROLS)}")
     return name
+
+
+THRESHOLD, _USUAL_THRESHOLD = "confidence_threshold", 0.4  # transformers' `assistant_confidence_threshold`
+
+
+def check_threshold(value: Any, control: str | BatchTable) -> float:
+    """Returns the confidence below which drafts end; raises ConfigError if there is one and `control` has no use."""
+    if value is None:
+        return _USUAL_THRESHOLD
+    if control != "confidence":
+        raise ConfigError(f"'{THRESHOLD}' needs 'control': 'confidence'. Pass both, or leave it out.")
+    check_number(f"'{THRESHOLD}'", value, 0.0, 1.0, low_open=True, error=ConfigError)
+    return float(value)
 
 
 def check_batch_table(value: object) -> BatchTable:

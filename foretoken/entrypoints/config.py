@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
@@ -13,11 +14,11 @@ from typing import TYPE_CHECKING, Any
 
 from foretoken.acceptance.select import AcceptancePolicy
 from foretoken.acceptance.synthetic import joint_rates
-from foretoken.core.checks import as_python, check_number, check_text, shown
+from foretoken.core.checks import as_python, check_text, shown
 from foretoken.core.errors import ConfigError, nearest_name_hint
 from foretoken.drafters.registry import drafter_options, is_method, known_methods, offered_methods, unknown_method
 from foretoken.drafters.vocabularies import DraftModelFiles
-from foretoken.drafting.policies import check_batch_table, check_control
+from foretoken.drafting.policies import THRESHOLD, check_batch_table, check_control, check_threshold
 from foretoken.entrypoints.drafter_files import (
     DRAFT_MODEL,
     beside,
@@ -246,15 +247,16 @@ _UNSET: dict[str, tuple[Any, ...]] = {
     "revision": (None,), "quantization": (None,), "use_heterogeneous_vocab": (None, False),
 }  # fmt: skip
 _MOST_DRAFTERS = 16
+# Keys with values of the last release that are gone, and what replaces them.
+_REMOVED = {"acceptance": ("kseq", "traversal"), "draft_sample_method": ("independent", "probabilistic")}
 _PREDICTION = "prediction"  # the method that drafts from predictions of requests
 _EXAMPLE = 'Expected for example "ngram", "ngram+hass", a directory, or {"method": "ngram"}.'
 _BATCH_TABLE = "num_speculative_tokens_per_batch_size"  # vLLM's name
-_THRESHOLD, _USUAL_THRESHOLD = "confidence_threshold", 0.4  # transformers' `assistant_confidence_threshold`
 ENGINE_KEYS = frozenset(
     {
         "acceptance",
         "control",
-        _THRESHOLD,
+        THRESHOLD,
         "drafters",
         "rejection_sample_method",
         _BATCH_TABLE,
@@ -322,15 +324,24 @@ def parse_speculative_config(
         given = parse_setup(given, target=target, reads_files=False).config
     if given is None:
         return SpeculativeConfig(options=[], policy=AcceptancePolicy())
-    config = _mapping(given)
+    config = _current(_mapping(given))
     for key, values in _NEUTRAL.items():
         if key in config and not is_one_of(config[key], values):
             raise ConfigError(f"'{key}' = {shown(config[key])} is not supported. Leave it out.")
-    each = [config] if config.get("drafters") is None else _drafters(config)
+    each = [config] if config.get("drafters") is None else [_current(one) for one in _drafters(config)]
     control = _control(config)
-    threshold = _threshold(config, control)
+    threshold = check_threshold(config.get(THRESHOLD), control)
     options = [_options(one, target, control, threshold) for one in each]
     return SpeculativeConfig(options=options, policy=_policy(config), control=control)
+
+
+def _current(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns a configuration with what replaces its removed values, and warns of them."""
+    for key, (old, new) in _REMOVED.items():
+        if isinstance(value := config.get(key), str) and value == old:
+            warnings.warn(f"'{key}': '{old}' was removed; '{new}' replaces it", DeprecationWarning, stacklevel=2)
+            config = {**config, key: new}
+    return config
 
 
 def _control(config: Mapping[str, Any]) -> str | BatchTable:
@@ -340,18 +351,6 @@ def _control(config: Mapping[str, Any]) -> str | BatchTable:
     if table is not None:
         return check_batch_table(table)
     return "goodput" if name is None else check_control(name)
-
-
-def _threshold(config: Mapping[str, Any], control: str | BatchTable) -> float:
-    value = config.get(_THRESHOLD)
-    if value is None:
-        return _USUAL_THRESHOLD
-    if control != "confidence":
-        raise ConfigError(
-            f"'{_THRESHOLD}' is given. Expected 'control' to be 'confidence' then. Leave one of them out."
-        )
-    check_number(f"'{_THRESHOLD}'", value, 0.0, 1.0, low_open=True, error=ConfigError)
-    return float(value)
 
 
 def checked_setup(text: str, *, target: str) -> Setup:

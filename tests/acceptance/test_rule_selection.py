@@ -107,7 +107,6 @@ def test_drafts_share_the_targets_noise_only_under_coupling(rule: str, is_seeded
     [
         ({"rule": "blok"}, "acceptance rule 'blok' does not exist. Did you mean 'block'? Known: auto, block, "),
         ({"rule": "greedy"}, "acceptance rule 'greedy' does not exist"),
-        ({"rule": "kseq"}, "the acceptance rule 'kseq' was removed: it accepted hardly more than 'sequential'"),
         ({"lenience": 0.0}, "'lenience' is 0.0. Expected above 0 and at most 1."),
         ({"lenience": 1.5}, "'lenience' is 1.5. Expected"),
         ({"lenience": float("nan")}, "'lenience' is nan. Expected"),

@@ -103,7 +103,7 @@ def test_stop_rules(tmp_path: Path) -> None:
             {"method": "draft_model", "model": "/x", "control": "confidence", "vocab_match": "text"},
             "drafts are not stopped by a rule. Leave 'control' out",
         ),
-        ({"method": "ngram", "confidence_threshold": 0.4}, "Expected 'control' to be 'confidence' then."),
+        ({"method": "ngram", "confidence_threshold": 0.4}, "'confidence_threshold' needs 'control': 'confidence'"),
         (
             {"method": "early_exit", "control": "confidence", "confidence_threshold": 0},
             "'confidence_threshold' is 0. Expected above 0 and at most 1.",
@@ -253,6 +253,14 @@ def test_acceptance_rules(keys: dict[str, Any], rule: str) -> None:
     keys_of_rules = ("lenience", "posterior_threshold", "posterior_alpha", "typical_end")
     for key in (*keys_of_rules, "synthetic_acceptance_rates", "synthetic_acceptance_length"):
         assert getattr(policy, key) == keys.get(key, getattr(AcceptancePolicy(), key))
+
+
+def test_removed_values_work_with_a_warning() -> None:
+    with pytest.warns(DeprecationWarning, match="'acceptance': 'kseq' was removed; 'traversal' replaces it"):
+        assert parse(method="ngram", acceptance="kseq").policy.rule == "traversal"
+    with pytest.warns(DeprecationWarning, match="'independent' was removed; 'probabilistic' replaces it"):
+        config = parse(method="draft_model", model="/x", draft_sample_method="independent")
+    assert config.options[0].model_dump()["draft_sample_method"] == "probabilistic"
 
 
 @pytest.mark.parametrize("key", ["lenience", "posterior_threshold", "posterior_alpha"])
