@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from math import exp
 from operator import mul
 from typing import TYPE_CHECKING, Any, Protocol
@@ -34,7 +34,7 @@ _PRIOR = 2.0  # observations that the expected rate is worth, at each depth and 
 _GUESS = 0.7  # rate before any observation
 _DEEPEST = 16  # levels of nodes that are told apart; deeper nodes count as the last
 _TEXT_RATE = 0.5  # weight of a text in the mean of texts; see NOTES, "Texts of several kinds"
-POOLED = 8.0  # drafts that the rate of all depths is worth at each depth; and all drafts before a try: texts change
+_POOLED = 8.0  # drafts that the rate of all depths is worth at each depth; and all drafts before a try: texts change
 
 
 class LevelAcceptance:
@@ -55,7 +55,7 @@ class LevelAcceptance:
         """Rates by depth; close to the expected rates, scaled to what was seen, where observations are few."""
         scale = (sum(self._right) + _PRIOR) / (_dot(self._seen, self._expected) + _PRIOR)
         return [
-            (right + POOLED * min(scale * expected, 1.0)) / (seen + POOLED)
+            (right + _POOLED * min(scale * expected, 1.0)) / (seen + _POOLED)
             for seen, right, expected in zip(self._seen, self._right, self._expected, strict=True)
         ]
 
@@ -91,7 +91,7 @@ class LevelAcceptance:
 
     def age(self) -> None:
         """Caps the weight of past observations, because texts change."""
-        self._scale(POOLED / max([*self._seen, POOLED]))
+        self._scale(_POOLED / max([*self._seen, _POOLED]))
 
     def _scale(self, share: float) -> None:
         self._seen, self._right = _scaled(self._seen, share), _scaled(self._right, share)
@@ -105,7 +105,7 @@ class LevelAcceptance:
 
     def state(self) -> list[float]:
         """Returns the rates that the next text is expected to have; a text of few drafts changes them little."""
-        weight = _TEXT_RATE * min(self.num_seen / POOLED, 1.0)
+        weight = _TEXT_RATE * min(self.num_seen / _POOLED, 1.0)
         return [old + weight * (new - old) for old, new in zip(self._expected, self.rates(), strict=True)]
 
     def restore(self, state: Sequence[float]) -> bool:
@@ -215,7 +215,7 @@ class NodeAcceptance:
 
     def age(self) -> None:
         """Caps the weight of past observations, because texts change."""
-        share = POOLED / max([*self._num, POOLED])
+        share = _POOLED / max([*self._num, _POOLED])
         self._ww *= share
         self._bb, self._wb = _scaled(self._bb, share), _scaled(self._wb, share)
         self._num, self._right = _scaled(self._num, share), _scaled(self._right, share)
@@ -307,3 +307,51 @@ class KeptAcceptance:
         """Stores the estimates if enough was learned."""
         if self._num_learned >= _LEAST_LEARNED:
             _KEPT.keep(self._key, {"states": [[round(x, 4) for x in each.state()] for each in self._learners]})
+
+
+class Known:
+    """What a controller knows of one drafter: how often its nodes are right, and what its trees look like.
+
+    Attributes:
+        deepest: Levels of its deepest drafts.
+        nodes: Of the nodes that it proposes.
+        continuations: Of the chains that it proposes below drafts of other drafters.
+        levels: By the drafters that were asked before and cost something.
+        shape: Nodes per level of its trees.
+        widths: Nodes that are verified per level of a sequence.
+        hits: Share of the sequences for which it proposes anything.
+        ends_early: Whether its chains end by `PathFloors`.
+    """
+
+    def __init__(
+        self, nodes_by_depth: Sequence[int], expected: Sequence[float], *, is_read: bool, ends_early: bool
+    ) -> None:
+        self.ends_early, self.nodes_by_depth = ends_early, nodes_by_depth
+        self.deepest = min(len(nodes_by_depth) - 1, 64)
+        self.nodes, self.continuations = NodeAcceptance(), NodeAcceptance()
+        self.levels = {frozenset[int](): LevelAcceptance(self.deepest, expected)}
+        self.shape = [float(after - before) for before, after in pairwise(nodes_by_depth)][: self.deepest]
+        self.widths = [min(nodes, 1.0) for nodes in self.shape] if is_read else self.shape
+        self.hits = 1.0
+
+    def after(self, others: frozenset[int]) -> LevelAcceptance:
+        """Returns the rates by depth where drafters that were asked before are wrong."""
+        if others not in self.levels:
+            self.levels[others] = self.levels[frozenset()].halved()
+        return self.levels[others]
+
+    @property
+    def is_new(self) -> bool:
+        """Whether so little of a text was seen that an estimate is a guess; see NOTES, "A first answer"."""
+        return self.levels[frozenset()].num_seen < _POOLED
+
+    def begin_text(self) -> None:
+        """Expects of another text what the texts before it had in the mean."""
+        for levels in self.levels.values():
+            levels.begin_text()
+
+    def age(self) -> None:
+        """Caps the weight of past observations, because texts change."""
+        self.nodes.age()
+        for levels in self.levels.values():
+            levels.age()

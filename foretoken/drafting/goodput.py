@@ -21,6 +21,7 @@ import torch
 
 from foretoken.core.records import Declined
 from foretoken.core.token_tree import MAX_NODES, PROBE, DrawKind
+from foretoken.drafting.acceptance import Known
 from foretoken.drafting.base import UNBOUNDED, Allotment, Allowance, Ask
 from foretoken.drafting.costs import LONGEST, CostModel, is_little
 from foretoken.drafting.exploration import Exploration
@@ -35,7 +36,6 @@ from foretoken.drafting.host_trees import (
     read_rows,
     scored,
 )
-from foretoken.drafting.known import Known
 from foretoken.drafting.plans import AtHand, Candidate, Costs, best_depth, select_nodes, stop
 from foretoken.drafting.reading import Reading
 from foretoken.trees.merge import merge_trees, prune, with_continuations

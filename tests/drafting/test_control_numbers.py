@@ -10,7 +10,7 @@ from foretoken.drafting import acceptance, costs, exploration, goodput, host_tre
 
 SET = [
     (costs, {"LONGEST": 1.4, "_RATE": 0.03, "_MACHINE_RATE": 0.2, "_RIDGE": 0.3, "_LEAST_LEVEL": 0.06, "_SHAPE": 0.02}),
-    (acceptance, {"_FADE": 0.5**0.02, "_PRIOR": 2.0, "_GUESS": 0.7, "_TEXT_RATE": 0.5, "POOLED": 8.0}),
+    (acceptance, {"_FADE": 0.5**0.02, "_PRIOR": 2.0, "_GUESS": 0.7, "_TEXT_RATE": 0.5, "_POOLED": 8.0}),
     (exploration, {"SHARE": 0.01, "CREDIT": 4.0, "_MOST": 12.0, "_ENOUGH": 1.0, "GAP": 32}),
     (goodput, {"_FREE": 0.03, "_WIDTH_RATE": 0.1, "_DECIDE_EVERY": 8}),
     (host_trees, {"_LEAVES": 4, "_LEAST_VALUE": 0.1}),
