@@ -2,7 +2,7 @@
 
     python -m benchmarks.soak [MODEL] [-s ngram] [--minutes 30] [--clients 8] [--out NAME]
 
-Writes NAME.json, NAME.md and NAME.png. Exits with 1 when a text differs from that of plain decoding, a request fails, a
+Writes NAME.json and NAME.md. Exits with 1 when a text differs from that of plain decoding, a request fails, a
 slot stays taken, or memory grows: by more than 5 % from the end of the first quarter to the end.
 """
 
@@ -21,8 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import httpx
 
-from benchmarks.rivals.environments import DEFAULT_ENV_DIR
-from benchmarks.rivals.machine import commit, describe_machine
+from benchmarks.machine import commit, describe_machine
 from benchmarks.serving.servers import Server, Setting
 from foretoken.bench.workload import load_prompts
 
@@ -126,7 +125,7 @@ def main() -> None:
     given.out.parent.mkdir(parents=True, exist_ok=True)
     setting = Setting(
         model=given.model.resolve(), dtype="float32", threads=given.threads, max_num_seqs=given.max_num_seqs,
-        env_dir=DEFAULT_ENV_DIR, log_dir=given.out.parent, has_prefix_caching=True,
+        log_dir=given.out.parent, has_prefix_caching=True,
     )  # fmt: skip
     made = {
         "date": time.strftime("%Y-%m-%d"), "commit": commit(), "machine": describe_machine(), "model": given.model.name,
@@ -135,7 +134,6 @@ def main() -> None:
     }  # fmt: skip
     given.out.with_suffix(".json").write_text(json.dumps(made, indent=1) + "\n", encoding="utf-8")
     given.out.with_suffix(".md").write_text(markdown(made), encoding="utf-8")
-    draw(made["samples"], given.out.with_suffix(".png"))
     print(markdown(made))
     sys.exit(1 if faults(made) else 0)
 
@@ -226,21 +224,6 @@ def markdown(made: Mapping[str, Any]) -> str:
         f"| verdict | {'; '.join(faults(made)) or 'as it should be'} |",
         "",
     ])  # fmt: skip
-
-
-def draw(samples: Sequence[Mapping[str, float]], path: Path) -> None:
-    """Memory over time."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    from matplotlib import pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(7, 3), layout="constrained")
-    axes.plot([each["minutes"] for each in samples], [each["mib"] for each in samples])
-    most = max(each["mib"] for each in samples)
-    axes.set(xlabel="minutes", ylabel="resident memory, MiB", ylim=(0, 1.15 * most))
-    figure.savefig(path, dpi=150)
-    plt.close(figure)
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from benchmarks.gpu_suite.plot import write_plot
 from benchmarks.gpu_suite.processes import SectionRun
 from benchmarks.gpu_suite.report import as_markdown
 from benchmarks.gpu_suite.work import NEEDS, SECTIONS, Section
-from benchmarks.rivals.machine import commit, describe_machine
+from benchmarks.machine import commit, describe_machine
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

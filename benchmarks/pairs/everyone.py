@@ -23,10 +23,10 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from benchmarks.machine import commit, describe_machine
 from benchmarks.pairs.contestants import Contestant, assisted, ours, theirs
 from benchmarks.pairs.prompts import GROUPS, in_tokens, spread, write_edits
 from benchmarks.pairs.report import over, same_texts, speed, table
-from benchmarks.rivals.machine import commit, describe_machine
 from foretoken.models.loading import load_tokenizer
 
 if TYPE_CHECKING:

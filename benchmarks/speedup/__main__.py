@@ -1,4 +1,4 @@
-"""Command line: makes cost twins of the bundled model, measures every method on them, writes tables and pictures.
+"""Command line: makes cost twins of the bundled model, measures every method on them, writes tables.
 
 python -m benchmarks.speedup --threads 2 --out benchmarks/results/speedup
 """
@@ -14,12 +14,10 @@ from typing import Any
 
 import torch
 
-from benchmarks.rivals.machine import commit, describe_machine
-from benchmarks.speedup.journal import Journal
+from benchmarks.machine import commit, describe_machine
 from benchmarks.speedup.measure import Settings, measure
-from benchmarks.speedup.plot import write_pictures
 from benchmarks.speedup.report import as_json, as_markdown
-from benchmarks.speedup.rows import rows_of
+from benchmarks.speedup.rows import Journal, rows_of
 from benchmarks.speedup.sizes import Size, digest_of, methods_of, prepare, twin_label, weights_bytes
 from foretoken.bench.plots import in_order
 from foretoken.bench.workload import load_prompts
@@ -43,7 +41,6 @@ def main(arguments: list[str]) -> int:
 
 
 def _run(options: argparse.Namespace, arguments: list[str]) -> int:
-    """What the options ask for."""
     if options.threads is not None:
         set_num_threads(options.threads)
     target: Path = options.model
@@ -90,23 +87,11 @@ def conditions_of(settings: Settings, target: Path, prompts: str) -> dict[str, A
 
 
 def write_report(journal: Journal, settings: Settings, places: dict[Size, Path], out: Path, command: list[str]) -> None:
-    """Writes Markdown, JSON and, with matplotlib, the pictures; prints the Markdown.
-
-    Args:
-        journal: Everything that was measured.
-        settings: The methods and temperatures that are shown.
-        places: The targets that are shown.
-        out: File without suffix.
-        command: As it was typed.
-    """
+    """Writes Markdown and JSON, and prints the Markdown; out: file without suffix; command: as it was typed."""
     sizes = sorted(places, key=lambda size: weights_bytes(places[size]))
     rows = rows_of(journal, [size.name for size in sizes], settings.temperatures, settings.names)
     facts = journal.conditions
     twins = [f"{label} ({weights_bytes(places[s]) / 2**20:.0f} MiB)" for s in sizes if (label := twin_label(places[s]))]
-    what = (
-        f"{facts['model']} and its cost twins, {facts['dtype']}, one request at a time, medians over prompts; "
-        f"{facts['processor'] if facts['device'] == 'cpu' else facts['device']}, {facts['threads']} threads"
-    )
     sentences = [
         f"Model {facts['model']} and cost twins of it ({', '.join(twins) or 'none here'}): a twin has the text, the",
         "drafts and the acceptance of the small trained model at the cost of the larger size, drafters padded",
@@ -116,10 +101,7 @@ def write_report(journal: Journal, settings: Settings, places: dict[Size, Path],
         f"{journal.date}, commit {facts['commit']}. Command: `{shlex.join(command)}`.",
     ]
     out.parent.mkdir(parents=True, exist_ok=True)
-    pictures = write_pictures(rows, out, what)
-    if not pictures:
-        _say("No pictures: they need matplotlib (pip install matplotlib).")
-    report = as_markdown(rows, sentences, pictures)
+    report = as_markdown(rows, sentences)
     out.with_name(out.name + ".md").write_text(report, encoding="utf-8")
     record = as_json(rows, {**facts, "date": journal.date, "cost_twins": twins, "command": shlex.join(command)})
     out.with_name(out.name + ".json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
@@ -127,12 +109,10 @@ def write_report(journal: Journal, settings: Settings, places: dict[Size, Path],
 
 
 def _say(line: str) -> None:
-    """Progress, on standard error."""
     print(line, file=sys.stderr, flush=True)
 
 
 def _parser() -> argparse.ArgumentParser:
-    """The options."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.speedup", description=__doc__.partition("\n")[0])
     parser.add_argument("--out", type=Path, required=True, help="files to write, without suffix")
     parser.add_argument(

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import gc
-import os
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from benchmarks.rivals.machine import DisturbanceWatch
-from benchmarks.speedup.journal import Line
+from benchmarks.machine import foreign_seconds
+from benchmarks.speedup.rows import Line
 from benchmarks.speedup.sizes import weights_bytes
 from foretoken.bench.compare import in_turn, measure_anew
 from foretoken.bench.workload import SetupEngines, Workload
@@ -21,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
-    from benchmarks.speedup.journal import Journal
+    from benchmarks.speedup.rows import Journal
     from benchmarks.speedup.sizes import Size
 
     Round = tuple[float, int]  # temperature and prompt
@@ -29,20 +28,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """What is measured.
+    """What is measured; the options of `foretoken bench` by the same names. The i-th prompt gets `seed + i`."""
 
-    Attributes:
-        methods: As `foretoken bench -s` takes them, without plain decoding, which is always measured.
-        prompts: As many as the size with the most of them takes.
-        temperatures: 0 for greedy; above, every request is sampled with its own seed.
-        max_tokens: Output tokens of every request.
-        seed: Of the first prompt; the i-th gets `seed + i`.
-        dtype: Of target and drafters.
-        device: "cpu", or another torch device.
-        runner: See `LLM`.
-    """
-
-    methods: Sequence[str]
+    methods: Sequence[str]  # plain decoding is always measured as well
     prompts: Sequence[str]
     temperatures: Sequence[float]
     max_tokens: int
@@ -57,34 +45,8 @@ class Settings:
         return [PLAIN, *(parse_setup(method).name for method in self.methods)]
 
 
-class TimeLeft:
-    """Tells how long the rest takes, from what is done: a round's time goes with the size of the weights."""
-
-    def __init__(self, work: Mapping[Size, tuple[int, int]]) -> None:
-        """Starts with what is to do; work: by size, weights in bytes and rounds."""
-        self._bytes = {size: num_bytes for size, (num_bytes, _) in work.items()}
-        self._left = {size: num_rounds for size, (_, num_rounds) in work.items()}
-        self._seconds = self._done = 0.0
-
-    def finish_round(self, size: Size, seconds: float) -> str:
-        """Counts a round; gives the time left in words."""
-        self._left[size] -= 1
-        self._seconds += seconds
-        self._done += self._bytes[size]
-        rest = sum(self._bytes[size] * rounds for size, rounds in self._left.items())
-        minutes, seconds_left = divmod(round(self._seconds * rest / self._done), 60)
-        return f"about {minutes}:{seconds_left:02d} left"
-
-
 def measure(places: Mapping[Size, Path], settings: Settings, journal: Journal, say: Callable[[str], None]) -> None:
-    """Measures what the journal lacks, the largest target first.
-
-    Args:
-        places: Directories of the targets.
-        settings: What.
-        journal: Gets a line for every prompt and method.
-        say: Gets progress, a line at a time.
-    """
+    """Measures what the journal lacks, the largest target first; places: directories of the targets."""
     missing = {
         size: [
             (temperature, prompt)
@@ -94,21 +56,14 @@ def measure(places: Mapping[Size, Path], settings: Settings, journal: Journal, s
         ]
         for size in places
     }
-    time_left = TimeLeft({size: (weights_bytes(places[size]), len(missing[size])) for size in places})
     for size in sorted(places, key=lambda size: weights_bytes(places[size]), reverse=True):
         if missing[size]:
-            _measure_size(size, places[size], missing[size], settings, journal, say, time_left)
+            _measure_size(size, places[size], missing[size], settings, journal, say)
             gc.collect()  # engines and weights of one size go before those of the next come
 
 
 def _measure_size(
-    size: Size,
-    place: Path,
-    missing: Sequence[Round],
-    settings: Settings,
-    journal: Journal,
-    say: Callable[[str], None],
-    time_left: TimeLeft,
+    size: Size, place: Path, missing: Sequence[Round], settings: Settings, journal: Journal, say: Callable[[str], None]
 ) -> None:
     """All missing rounds of one target."""
     say(f"{size.name}: loading")
@@ -131,10 +86,9 @@ def _measure_size(
             warm = temperature
         begin = time.perf_counter()
         for name in in_turn(engines.names, prompt):
-            watch = DisturbanceWatch()
-            with watch.during(os.getpid()):
-                measurement = engines.measure(name, temperature, [prompt])
-            journal.add(Line.of(measurement, size.name, prompt, watch.finish()))
+            started, foreign = time.perf_counter(), foreign_seconds()
+            measurement = engines.measure(name, temperature, [prompt])
+            taken = time.perf_counter() - started, foreign_seconds() - foreign
+            journal.add(Line.of(measurement, size.name, prompt, *taken))
         seconds = time.perf_counter() - begin
-        left = time_left.finish_round(size, seconds)
-        say(f"{size.name}, T {temperature:g}, prompt {prompt + 1} of {size.num_prompts}: {seconds:.1f} s, {left}")
+        say(f"{size.name}, T {temperature:g}, prompt {prompt + 1} of {size.num_prompts}: {seconds:.1f} s")

@@ -6,8 +6,7 @@ from dataclasses import asdict
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.gpu_suite.markdown import markdown_table
-from benchmarks.rivals.machine import verdict
+from benchmarks.markdown import markdown_table
 from benchmarks.speedup.rows import Row, pays_from
 from foretoken.bench.plots import look_of
 from foretoken.entrypoints.config import PLAIN
@@ -31,18 +30,11 @@ _PAYS_LEGEND = (
 )
 
 
-def as_markdown(rows: Sequence[Row], conditions: Sequence[str], pictures: Mapping[str, str]) -> str:
-    """The report.
-
-    Args:
-        rows: Of all sizes, the smallest first.
-        conditions: Sentences on how it was measured.
-        pictures: File names by what they show.
-    """
+def as_markdown(rows: Sequence[Row], conditions: Sequence[str]) -> str:
+    """The report; rows: the smallest size first; conditions: sentences on how it was measured."""
     sizes, methods = list(dict.fromkeys(row.size for row in rows)), list(dict.fromkeys(row.method for row in rows))
     temperatures = list(dict.fromkeys(row.temperature for row in rows))
     parts = ["# Where speculation begins to pay", " ".join(conditions)]
-    parts += [f"![{what}]({file})" for what, file in pictures.items()]
     parts += [
         "## In short",
         *(_short_table(rows, size, methods, temperatures) for size in dict.fromkeys((sizes[-1], sizes[0]))),
@@ -51,7 +43,7 @@ def as_markdown(rows: Sequence[Row], conditions: Sequence[str], pictures: Mappin
     parts += ["## From which pass on it pays", _pays_table(rows, methods, temperatures), _PAYS_LEGEND]
     for size in reversed(sizes):
         own = [row for row in rows if row.size == size]
-        parts += [f"## {size}", _full_table(own, methods), _texts(own, sizes[0])]
+        parts += [f"## {size}", _full_table(own, methods), _conditions(own)]
     return "\n\n".join([*parts, _LEGEND]) + "\n"
 
 
@@ -93,7 +85,6 @@ def _short_table(rows: Sequence[Row], size: str, methods: Sequence[str], tempera
 
 
 def _pays_table(rows: Sequence[Row], methods: Sequence[str], temperatures: Sequence[float]) -> str:
-    """One line a method, one column a temperature."""
     lines = []
     for method in methods:
         if method == PLAIN:
@@ -104,7 +95,6 @@ def _pays_table(rows: Sequence[Row], methods: Sequence[str], temperatures: Seque
 
 
 def _pays_cell(rows: Sequence[Row], method: str, temperature: float) -> str:
-    """In words."""
     at = [row.plain_pass_ms for row in rows if row.method == method and row.temperature == temperature]
     found = pays_from(rows, method, temperature)
     if found is None:
@@ -113,7 +103,6 @@ def _pays_cell(rows: Sequence[Row], method: str, temperature: float) -> str:
 
 
 def _full_table(rows: Sequence[Row], methods: Sequence[str]) -> str:
-    """All figures of one size."""
     headings = ["", "T", "tokens/s", "speed-up", "tau", "efficiency", "pass, ms", "drafting, ms", "host, ms"]
     headings += ["not drafted", "same text"]
     lines = []
@@ -138,19 +127,10 @@ def _full_table(rows: Sequence[Row], methods: Sequence[str]) -> str:
 
 
 def _spread(values: Quartiles) -> str:
-    """Median and, in brackets, quartiles."""
     return f"{values.median:.2f} ({values.low:.2f}-{values.high:.2f})"
 
 
-def _texts(rows: Sequence[Row], smallest: str) -> str:
-    """How many prompts, by which runner, on how quiet a machine, and whether the text is the smallest target's."""
-    runners = ", ".join(dict.fromkeys(row.runner for row in rows))
-    plain = [row for row in rows if row.method == PLAIN]
-    sentence = f"{plain[0].num_prompts} prompts, runner {runners}."
-    foreign = [row.foreign_cores for row in rows if row.foreign_cores is not None]
-    if foreign:
-        sentence = f"{sentence} {verdict(fmean(foreign))}."
-    if rows[0].size == smallest:
-        return sentence
-    same, shared = sum(row.num_as_smallest for row in plain), sum(row.num_shared for row in plain)
-    return f"{sentence} Plain decoding writes the text of {smallest} in {same} of {shared} requests that both decoded."
+def _conditions(rows: Sequence[Row]) -> str:
+    """How many prompts, by which runner, and how quiet the machine was."""
+    runners, foreign = ", ".join(dict.fromkeys(row.runner for row in rows)), fmean(row.foreign_cores for row in rows)
+    return f"{rows[0].num_prompts} prompts, runner {runners}. Other processes kept {foreign:.2f} cores busy."

@@ -1,46 +1,107 @@
-"""Turns lines of the journal into rows: medians and quartiles over prompts, one row a size, temperature and method."""
+"""Keeps a line for each prompt and method in a file, and turns lines into rows: medians and quartiles over prompts.
+
+A prompt counts as measured at one size and temperature when all methods have decoded it, plain decoding among them:
+speed-ups relate decodings that followed each other, so half a round is measured anew as a whole.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from math import exp, log
 from statistics import median
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from foretoken.bench.sweep import Quartiles
 from foretoken.entrypoints.config import PLAIN
+from foretoken.files.atomic_files import JournalFile
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
+    from pathlib import Path
 
-    from benchmarks.speedup.journal import Journal, Line
+    from foretoken.bench.measurement import Measurement
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Line:
+    """One prompt decoded by one method; `method` may be "plain"."""
+
+    size: str  # of the target, as in "24 x 1024"
+    method: str
+    temperature: float
+    prompt: int  # index into the prompt set
+    runner: str
+    seconds: float  # of decoding, prefill left out
+    tokens: int
+    tau: float
+    pass_ms: float  # of a target pass, mean; likewise drafting and everything else for each pass
+    draft_ms: float
+    host_ms: float
+    declined: float  # share of the passes
+    text: list[int]
+    wall_s: float  # of the whole request
+    foreign_s: float  # processor seconds that others took meanwhile
+
+    @classmethod
+    def of(cls, measurement: Measurement, size: str, prompt: int, wall_s: float, foreign_s: float) -> Line:
+        """From what one prompt took."""
+        metrics = measurement.metrics
+        return cls(
+            size=size, method=measurement.setup, temperature=measurement.temperature, prompt=prompt,
+            runner=measurement.runner, seconds=sum(measurement.seconds), tokens=sum(measurement.tokens),
+            tau=measurement.tau, pass_ms=measurement.verify_ms, draft_ms=measurement.draft_ms,
+            host_ms=measurement.host_ms - measurement.draft_ms,
+            declined=metrics.num_declined / max(metrics.steps, 1), text=measurement.texts[0],
+            wall_s=wall_s, foreign_s=foreign_s,
+        )  # fmt: skip
+
+    @property
+    def key(self) -> tuple[str, float, int]:
+        """Of the round that it belongs to: size, temperature and prompt."""
+        return self.size, self.temperature, self.prompt
+
+    @property
+    def rate(self) -> float:
+        """Tokens per second of decoding."""
+        return self.tokens / self.seconds
+
+
+class Journal:
+    """A file of lines; its first line holds the conditions that all others were measured under, and the date."""
+
+    def __init__(self, path: Path, conditions: Mapping[str, Any]) -> None:
+        """Opens the file, or makes it. A line that an interruption cut off is removed.
+
+        Raises:
+            ConfigError: When the lines that are there were measured under other conditions.
+        """
+        self._file = JournalFile(path, conditions, advice="Give another --runs, or remove that file.")
+        self.conditions, self.date = self._file.conditions, self._file.date
+        self._lines: dict[tuple[str, float, int], dict[str, Line]] = {}
+        for line in self._file.lines:
+            self._keep(Line(**line))
+
+    def add(self, line: Line) -> None:
+        """Keeps a line, in place of an older one of the same method and prompt."""
+        self._file.add(asdict(line))
+        self._keep(line)
+
+    def holds(self, key: tuple[str, float, int], methods: Iterable[str]) -> bool:
+        """Whether a round is whole; key: see `Line.key`."""
+        return set(methods) <= self._lines.get(key, {}).keys()
+
+    def rounds(self, size: str, temperature: float, methods: Sequence[str]) -> list[dict[str, Line]]:
+        """Whole rounds by prompt, each with a line by method."""
+        found = sorted(key for key in self._lines if key[:2] == (size, temperature) and self.holds(key, methods))
+        return [self._lines[key] for key in found]
+
+    def _keep(self, line: Line) -> None:
+        self._lines.setdefault(line.key, {})[line.method] = line
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One method on one target at one temperature, over its prompts.
-
-    Attributes:
-        size: Of the target.
-        temperature: Of the requests.
-        method: Of drafting, or "plain".
-        runner: Of the target.
-        num_prompts: Prompts that all methods have decoded.
-        tokens_per_s: Output tokens per second of decoding.
-        speed_up: That rate over plain decoding's, prompt by prompt.
-        tau: Tokens per target pass, the target's own included.
-        efficiency: Speed-up over tau of the same prompt.
-        plain_pass_ms: Milliseconds of a target pass in plain decoding, median; the same for all methods.
-        pass_ms: Of a target pass, median.
-        draft_ms: Of drafting per pass, median.
-        host_ms: Of everything else per pass, median.
-        declined: Share of the passes in which the controller chose not to draft, mean.
-        num_same_text: Prompts whose text equals plain decoding's, token for token.
-        num_as_smallest: Of the prompts that the smallest target has decoded too: those with the same text by plain
-            decoding. A cost twin writes what its original writes.
-        num_shared: How many those are.
-        foreign_cores: Cores that others kept busy meanwhile, mean; None where the system does not tell.
-    """
+    """One method on one target at one temperature, over the prompts that all methods have decoded."""
 
     size: str
     temperature: float
@@ -48,72 +109,38 @@ class Row:
     runner: str
     num_prompts: int
     tokens_per_s: Quartiles
-    speed_up: Quartiles
+    speed_up: Quartiles  # over plain decoding, prompt by prompt
     tau: Quartiles
-    efficiency: Quartiles
-    plain_pass_ms: float
+    efficiency: Quartiles  # speed-up over tau of the same prompt
+    plain_pass_ms: float  # in plain decoding, median; the same for all methods
     pass_ms: float
     draft_ms: float
     host_ms: float
     declined: float
-    num_same_text: int
-    num_as_smallest: int
-    num_shared: int
-    foreign_cores: float | None
+    num_same_text: int  # prompts whose text equals plain decoding's
+    foreign_cores: float  # that others kept busy meanwhile, mean
 
 
 def rows_of(journal: Journal, sizes: Sequence[str], temperatures: Sequence[float], methods: Sequence[str]) -> list[Row]:
-    """Rows of everything that is measured whole.
-
-    Args:
-        journal: Read.
-        sizes: Names of the targets' sizes, the smallest first.
-        temperatures: In the order of the tables.
-        methods: Plain decoding among them.
-    """
-    rows = []
-    for temperature in temperatures:
-        rounds = {size: journal.rounds(size, temperature, methods) for size in sizes}
-        originals = {own[PLAIN].prompt: own[PLAIN].text for own in rounds[sizes[0]]}
-        rows += [_row(rounds[size], method, originals) for size in sizes if rounds[size] for method in methods]
-    return rows
+    """Rows of everything that is measured whole; sizes: the smallest first; methods: plain decoding among them."""
+    rounds = [journal.rounds(size, temperature, methods) for temperature in temperatures for size in sizes]
+    return [_row(found, method) for found in rounds if found for method in methods]
 
 
-def _row(rounds: Sequence[Mapping[str, Line]], method: str, originals: Mapping[int, Sequence[int]]) -> Row:
-    """One row; originals: plain decoding's text on the smallest target, by prompt."""
+def _row(rounds: Sequence[Mapping[str, Line]], method: str) -> Row:
     own, plain = [found[method] for found in rounds], [found[PLAIN] for found in rounds]
-    ratios = [_rate(mine) / _rate(theirs) for mine, theirs in zip(own, plain, strict=True)]
+    ratios = [mine.rate / theirs.rate for mine, theirs in zip(own, plain, strict=True)]
     return Row(
-        size=own[0].size,
-        temperature=own[0].temperature,
-        method=method,
-        runner=own[0].runner,
-        num_prompts=len(own),
-        tokens_per_s=Quartiles.of_values(map(_rate, own)),
-        speed_up=Quartiles.of_values(ratios),
+        size=own[0].size, temperature=own[0].temperature, method=method, runner=own[0].runner, num_prompts=len(own),
+        tokens_per_s=Quartiles.of_values(line.rate for line in own), speed_up=Quartiles.of_values(ratios),
         tau=Quartiles.of_values(line.tau for line in own),
         efficiency=Quartiles.of_values(ratio / line.tau for ratio, line in zip(ratios, own, strict=True)),
-        plain_pass_ms=median(line.pass_ms for line in plain),
-        pass_ms=median(line.pass_ms for line in own),
-        draft_ms=median(line.draft_ms for line in own),
-        host_ms=median(line.host_ms for line in own),
+        plain_pass_ms=median(line.pass_ms for line in plain), pass_ms=median(line.pass_ms for line in own),
+        draft_ms=median(line.draft_ms for line in own), host_ms=median(line.host_ms for line in own),
         declined=sum(line.declined for line in own) / len(own),
         num_same_text=sum(mine.text == theirs.text for mine, theirs in zip(own, plain, strict=True)),
-        num_as_smallest=sum(line.text == originals.get(line.prompt) for line in plain),
-        num_shared=sum(line.prompt in originals for line in plain),
-        foreign_cores=_foreign_cores(own),
-    )
-
-
-def _foreign_cores(lines: Sequence[Line]) -> float | None:
-    """Over all lines; single ones are shorter than the ticks in which systems count."""
-    known = [(line.foreign_s, line.wall_s) for line in lines if line.foreign_s is not None]
-    return max(0.0, sum(s for s, _ in known) / sum(wall for _, wall in known)) if known else None
-
-
-def _rate(line: Line) -> float:
-    """Tokens per second of decoding."""
-    return line.tokens / line.seconds
+        foreign_cores=max(0.0, sum(line.foreign_s for line in own) / sum(line.wall_s for line in own)),
+    )  # fmt: skip
 
 
 def pays_from(rows: Sequence[Row], method: str, temperature: float) -> float | None:

@@ -26,13 +26,7 @@ _MODEL_FREE = ("ngram",)
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """One size of the target.
-
-    Attributes:
-        num_layers: L.
-        hidden_size: D.
-        num_prompts: Prompts decoded at this size.
-    """
+    """One size of the target, and how many prompts are decoded at it."""
 
     num_layers: int
     hidden_size: int
@@ -77,20 +71,9 @@ def methods_of(target: Path) -> list[str]:
 def prepare(
     target: Path, sizes: Sequence[Size], folder: Path, say: Callable[[str], None], dtype: torch.dtype
 ) -> dict[Size, Path]:
-    """Makes the twins that are not there yet; the target's own size is the target itself.
+    """Makes the twins that are not there yet, or were made of other files than target and drafters are now.
 
-    A twin that was made of other files than the target and its drafters are now is made anew.
-
-    Args:
-        target: A trained model with its drafters beside it.
-        sizes: Which.
-        folder: Where twins go; `sources.json` beside them tells what they were made of.
-        say: Gets a line for each twin that is made.
-        dtype: Of the twins' weights.
-
-    Raises:
-        ConfigError: When a size is none that twins can have.
-        ModelError: When the target or a drafter is missing or damaged.
+    The target's own size is the target itself. `say` gets a line for each twin that is made in `folder`.
     """
     own = read_json_object(target / "config.json")
     digest = digest_of(target)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from benchmarks.pairs import everyone
+from benchmarks.pairs.contestants import vllm
 from benchmarks.pairs.prompts import in_tokens, spread, write_edits
 from benchmarks.pairs.report import over, same_texts, table, tau
 from foretoken.models.loading import load_tokenizer
@@ -86,3 +88,45 @@ def test_prompts(tmp_path: Path) -> None:
         "Move it.\n\na.py:\n\n```python\ndef f(): ...\n```"
         in json.loads((tmp_path / "edits.jsonl").read_text())["messages"][0]["content"]
     )
+
+
+# Stands in for vLLM's package, whose engine brings one token with the prompt, two by a draft, and one alone.
+ENGINE = """
+from types import SimpleNamespace as Of
+print("chatter, as libraries print")
+
+class SamplingParams:
+    def __init__(self, **given):
+        self.most = given["max_tokens"]
+
+class LLM:
+    def __init__(self, model, **options):
+        assert model == "DIRECTORY" and options["dtype"] == "bfloat16"
+        self.llm_engine, self.is_drafting = self, "speculative_config" in options
+
+    def add_request(self, number, prompt, params):
+        first = prompt["prompt_token_ids"][-1]
+        ids = [first + 1 + i for i in range(params.most)]
+        self.left = [ids[:1], ids[:1], ids[:3], ids] if self.is_drafting else [ids[:n + 1] for n in range(len(ids))]
+
+    def has_unfinished_requests(self):
+        return bool(self.left)
+
+    def step(self):
+        return [Of(outputs=[Of(token_ids=self.left.pop(0))])]
+"""
+
+
+@pytest.mark.slow
+def test_passes_of_vllm_are_its_steps_that_bring_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "vllm.py").write_text(ENGINE)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    everyone_of_it = vllm(sys.executable, "DIRECTORY", more={"head": {"speculative_config": {"method": "eagle"}}})
+    assert [each.name for each in everyone_of_it] == ["vLLM plain", "vLLM lookup", "vLLM head"]
+    request = {"prompt": [5, 6], "tokens": 4, "temperature": 0.0, "top_p": 1.0, "seed": 0}
+    found = {each.name: each.answer(**request) for each in everyone_of_it}
+    for each in everyone_of_it:
+        each.end()
+    assert {name: (answer["ids"], answer["steps"]) for name, answer in found.items()} == {
+        "vLLM plain": ([7, 8, 9, 10], 3), "vLLM lookup": ([7, 8, 9, 10], 2), "vLLM head": ([7, 8, 9, 10], 2),
+    }  # fmt: skip

@@ -1,4 +1,7 @@
-"""`python -m benchmarks.speedup`: one real run over a tiny model and its cost twin, and figures from known lines."""
+"""`python -m benchmarks.speedup`: real runs over a tiny model and its cost twin, and figures from known lines.
+
+Slow because each run makes a cost twin and its drafters.
+"""
 
 from __future__ import annotations
 
@@ -15,11 +18,8 @@ from tiny_models import tiny_model
 
 from benchmarks.speedup import __main__ as command
 from benchmarks.speedup import measure as measuring
-from benchmarks.speedup.journal import Journal, Line
-from benchmarks.speedup.measure import TimeLeft
-from benchmarks.speedup.plot import write_pictures
 from benchmarks.speedup.report import as_markdown
-from benchmarks.speedup.rows import Row, pays_from, rows_of
+from benchmarks.speedup.rows import Journal, Line, pays_from, rows_of
 from benchmarks.speedup.sizes import Size, methods_of
 from foretoken.bench.plots import in_order
 from foretoken.bench.sweep import Quartiles
@@ -94,17 +94,13 @@ def test_one_command_makes_twins_measures_every_method_and_reports(
     for row in record["rows"]:
         assert row["num_prompts"] == (2 if row["size"] == "2 x 32" else 1)
         assert row["num_same_text"] == row["num_prompts"], row
-        assert row["num_as_smallest"] == row["num_shared"] == row["num_prompts"], "the twin writes another text"
         assert row["pass_ms"] > 0
     assert record["conditions"]["cost_twins"][0].startswith("3 x 128 of small")
     assert record["conditions"]["torch"] == torch.__version__
     report = (small.parent / "out" / "name.md").read_text()
     assert report == said.out.removesuffix("\n")
     assert "cost twins of it (3 x 128 of small" in report
-    assert "1 of 1 requests" not in report
-    assert "Plain decoding writes the text of 2 x 32 in 2 of 2 requests" in report
     assert "prompt 1 of 1" in said.err
-    assert "about 0:00 left" in said.err.splitlines()[-1] or "No pictures" in said.err.splitlines()[-1]
 
 
 def test_an_interrupted_run_goes_on_and_a_finished_one_only_reports(
@@ -113,11 +109,11 @@ def test_an_interrupted_run_goes_on_and_a_finished_one_only_reports(
     asked: list[str] = []
     real = measuring.Line.of
 
-    def interrupted(measurement: Any, size: str, prompt: int, disturbance: Any) -> Line:
+    def interrupted(measurement: Any, size: str, prompt: int, *seconds: float) -> Line:
         asked.append(size)
         if len(asked) == 6:
             raise KeyboardInterrupt
-        return real(measurement, size, prompt, disturbance)
+        return real(measurement, size, prompt, *seconds)
 
     with monkeypatch.context() as patch:
         patch.setattr(measuring.Line, "of", interrupted)
@@ -197,17 +193,15 @@ def test_rows_relate_the_same_prompts(tmp_path: Path) -> None:
     assert large.speed_up == Quartiles(3.0, 2.0, 4.0)
     assert large.efficiency.median == pytest.approx(0.6)
     assert (large.plain_pass_ms, large.pass_ms, large.draft_ms, large.num_same_text) == (4.0, 6.0, 0.2, 5)
-    assert (rows["4 x 64", "plain"].num_as_smallest, rows["4 x 64", "plain"].num_shared) == (0, 1)
     assert little.speed_up == Quartiles(0.5, 0.5, 0.5)
     assert (little.num_prompts, little.num_same_text, little.declined) == (1, 0, 0.5)
     # From 0.5 at 1 ms to 3 at 4 ms, along the logarithm: 1 is a fifth of the way.
     assert pays_from(list(rows.values()), "ngram", 0.0) == pytest.approx(4.0**0.2)
-    report = as_markdown(list(rows.values()), ["Conditions."], {})
+    report = as_markdown(list(rows.values()), ["Conditions."])
     assert "| prompt lookup | 1.32 ms |" in report
     assert "| 0 | 1.0 tokens/s | **3.00** (5.00) |" in report
     assert "| prompt lookup | 0 | 3.0 | 3.00 (2.00-4.00) | 5.00 (5.00-5.00) | 0.60 (0.40-0.80) |" in report
-    assert "in 0 of 1 requests" in report
-    assert "The machine was quiet: others kept 0.05 cores busy." in report
+    assert "Other processes kept 0.05 cores busy." in report
 
 
 @pytest.mark.parametrize(("speed_ups", "expected"), [((1.2, 2.0), 0.0), ((2.0, 0.9), None), ((2.0, 0.5, 1.5), 8.0)])
@@ -222,21 +216,3 @@ def test_where_it_pays_is_behind_the_last_size_that_does_not(
     rows = rows_of(journal, sizes, [0.0], ["plain", "ngram"])
     found = pays_from(rows, "ngram", 0.0)
     assert found == (expected if expected is None else pytest.approx(expected))
-
-
-def test_time_left_goes_with_the_weights() -> None:
-    large, little = Size(4, 64, 2), Size(2, 32, 2)
-    left = TimeLeft({large: (300, 2), little: (100, 2)})
-    assert left.finish_round(large, 60.0) == "about 1:40 left"
-    assert left.finish_round(large, 60.0) == "about 0:40 left"
-
-
-def test_pictures_show_every_method_on_light_and_dark_pages(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    rows: list[Row] = rows_of(known_journal(tmp_path / "l.jsonl"), ["2 x 32", "4 x 64"], [0.0], ["plain", "ngram"])
-    names = write_pictures(rows, tmp_path / "picture", "a cost twin")
-    assert sorted(names.values()) == ["picture-curve.svg", "picture-methods.svg"]
-    first = {path.name: path.read_bytes() for path in tmp_path.glob("picture*")}
-    assert len(first) == 6
-    write_pictures(rows, tmp_path / "picture", "a cost twin")
-    assert first == {path.name: path.read_bytes() for path in tmp_path.glob("picture*")}  # no date, no random ids

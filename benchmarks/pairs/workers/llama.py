@@ -7,6 +7,7 @@ the tokens after the last place of the text that has the same `ngram` tokens.
 from __future__ import annotations
 
 import ctypes
+import statistics
 import time
 from typing import Any
 
@@ -105,17 +106,9 @@ def _looked_up(ids: list[int], most: int, ngram: int) -> list[int]:
 
 
 def answer(
-    prompt: list[int],
-    tokens: int,
-    temperature: float,
-    top_p: float,
-    seed: int,
-    length: int = 0,
-    floor: float = 0.0,
-    ngram: int = 0,
+    prompt: list[int], tokens: int, length: int = 0, floor: float = 0.0, ngram: int = 0, **_: Any
 ) -> dict[str, Any]:
-    """One greedy request, from token ids to token ids."""
-    del temperature, top_p, seed
+    """One greedy request, from token ids to token ids; without what samples."""
     _target.crop(0)
     if _draft:
         _draft.crop(0)
@@ -138,4 +131,17 @@ def answer(
     return {"ids": ids, "seconds": time.perf_counter() - begin, "steps": steps}
 
 
-serve(answer)
+def time_passes(rows: int, tokens: int, count: int) -> dict[str, float]:
+    """Median seconds of passes behind some rows of the cache; logits of all tokens up to 64, else of the last one."""
+    _target.follow([(37 * i + 5) % 5000 for i in range(rows)])
+    taken = []
+    for _ in range(count):
+        begin = time.perf_counter()
+        _target.feed([(37 * i + 5) % 5000 for i in range(tokens)], logits=tokens if tokens <= 64 else 1)
+        _target.logits(-1)
+        taken.append(time.perf_counter() - begin)
+        _target.crop(rows)
+    return {"seconds": statistics.median(taken)}
+
+
+serve(lambda **request: time_passes(**request) if "rows" in request else answer(**request))

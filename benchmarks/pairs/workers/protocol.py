@@ -10,16 +10,20 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+_settings: dict[str, Any] = json.loads(sys.argv[1])
+_answers = os.fdopen(os.dup(1), "w")
+_log = os.open(_settings.pop("log"), os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+for _stream in (1, 2):  # what libraries print, some when they are imported
+    os.dup2(_log, _stream)
+
 
 def settings() -> dict[str, Any]:
     """The settings of this worker; what libraries print goes to the file that the settings name."""
-    found: dict[str, Any] = json.loads(sys.argv[1])
-    os.dup2(os.open(found.pop("log"), os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 2)
-    return found
+    return _settings
 
 
 def serve(answer: Callable[..., dict[str, Any]]) -> None:
     """Says that the model is loaded, and answers every request; its keys are arguments."""
-    print("ready", flush=True)
+    print("ready", file=_answers, flush=True)
     for line in sys.stdin:
-        print(json.dumps(answer(**json.loads(line))), flush=True)
+        print(json.dumps(answer(**json.loads(line))), file=_answers, flush=True)

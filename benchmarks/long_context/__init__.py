@@ -1,1 +1,0 @@
-"""Measures drafting behind long texts: by rows and batch size, and by the position in the output."""

@@ -1,0 +1,13 @@
+"""Tables in Markdown."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+def markdown_table(headings: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+    """A table."""
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in [headings, ["---"] * len(headings), *lines])
