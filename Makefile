@@ -72,6 +72,7 @@ fuzz: $(VENV)/.test
 
 # On the GPU machine itself, with the torch that is there; writes benchmarks/results/gpu-$(NAME).{json,md}.
 gpu-suite:
+	FORETOKEN_TEST_DEVICE=cuda $(GPU_PYTHON) -m pytest -o addopts= --slow all tests/kernels
 	$(GPU_PYTHON) -m benchmarks.gpu_suite --out benchmarks/results/gpu-$(NAME)
 
 gpu-rehearsal: $(VENV)/.test

@@ -18,8 +18,9 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from benchmarks.gpu_suite.goals import is_proven, proofs, speeds
-from benchmarks.gpu_suite.plot import write_plot
 from benchmarks.gpu_suite.processes import SectionRun
 from benchmarks.gpu_suite.report import as_markdown
 from benchmarks.gpu_suite.work import NEEDS, SECTIONS, Section
@@ -40,7 +41,7 @@ def main(arguments: Sequence[str]) -> int:
     except ValueError as err:
         print(f"Error: {err}", file=sys.stderr)
         return 2
-    if not options.rehearse and not _has_gpu():
+    if not options.rehearse and not torch.cuda.is_available():
         print("Error: there is no GPU. Expected one, or --rehearse for toy sizes on the CPU.", file=sys.stderr)
         return 2
     seed = secrets.randbelow(10**6) if options.seed is None else options.seed
@@ -48,7 +49,7 @@ def main(arguments: Sequence[str]) -> int:
         "suite": "gpu",
         "rehearsal": options.rehearse,
         "command": shlex.join(["python", "-m", "benchmarks.gpu_suite", *arguments]),
-        "commit": options.commit or _commit(),
+        "commit": options.commit or commit(),
         "begun": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "seed": seed,
         "seconds": 0.0,
@@ -63,8 +64,6 @@ def main(arguments: Sequence[str]) -> int:
     _run(sections, record, options.out, limit_s=options.limit, seed=seed)
     report = as_markdown(record)
     print(report)
-    if not write_plot(record, options.out):
-        print("No plot: it needs matplotlib (pip install matplotlib) and the section `attention`.", file=sys.stderr)
     if not is_proven(record):
         print("FAILED: see the top of the report.", file=sys.stderr)
         return 1
@@ -72,10 +71,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def chosen_sections(only: str | None) -> list[Section]:
-    """The sections asked for and what their figures are fractions of, in order.
-
-    Args:
-        only: Names with commas between them; None for all.
+    """The sections asked for, all if None, and what their figures are fractions of, in order.
 
     Raises:
         ValueError: When there is no such section.
@@ -90,13 +86,7 @@ def chosen_sections(only: str | None) -> list[Section]:
 
 
 def limits(sections: Sequence[Section], left_s: float, *, is_rehearsal: bool) -> float:
-    """Seconds that the first of some sections may take: its share, and what is to spare beyond all shares.
-
-    Args:
-        sections: Those still to run.
-        left_s: Seconds left for all of them.
-        is_rehearsal: Whether the shares of a rehearsal count.
-    """
+    """Seconds that the first of the remaining sections may take: its share, and what is to spare beyond all shares."""
     shares = [section.rehearsal_seconds if is_rehearsal else section.seconds for section in sections]
     spare = left_s - sum(shares)
     if spare < 0:  # later than planned: everyone gives
@@ -140,31 +130,14 @@ def _run(sections: Sequence[Section], record: dict[str, Any], out: Path, *, limi
 
 
 def _write(record: dict[str, Any], out: Path) -> None:
-    """Writes JSON and Markdown, each in one move."""
-    record["goals"] = [goal.as_dict() for goal in (*proofs(record), *speeds(record))]
+    record["goals"] = [goal._asdict() for goal in (*proofs(record), *speeds(record))]
     for suffix, text in ((".json", json.dumps(record, indent=1) + "\n"), (".md", as_markdown(record))):
         partial = out.with_name(out.name + suffix + ".partial")
         partial.write_text(text, encoding="utf-8")
         partial.replace(out.with_name(out.name + suffix))
 
 
-def _has_gpu() -> bool:
-    """Whether torch sees a GPU; asks without taking hold of it."""
-    import torch
-
-    return torch.cuda.is_available()
-
-
-def _commit() -> str:
-    """The repository's commit, as far as git is there to tell."""
-    try:
-        return commit()
-    except OSError:
-        return "unknown"
-
-
 def _parser() -> argparse.ArgumentParser:
-    """The options."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu_suite", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--out", type=Path, required=True, help="files to write, without suffix")
     parser.add_argument("--only", help=f"some of {','.join(section.name for section in SECTIONS)}")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,29 +16,22 @@ if TYPE_CHECKING:
 
 _GIB = 2**30
 _QUERIED = ("name", "driver_version", "clocks.sm", "clocks.mem", "clocks.max.sm", "power.draw", "temperature.gpu")
-# Weights of one layer of an 8B-shaped Llama and its LM head, (outputs, inputs).
-_LAYERS = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)}
-_HEAD = (128256, 4096)
-_WIDTHS = (1, 8, 16, 32, 64, 128)
 
 
 def run(work: Work) -> None:
-    """Emits `device`, `ceilings` and `linears`."""
+    """Emits `device` and `ceilings`."""
     work.emit("device", describe(work.device))
     _bandwidths(work)
     _matmul(work)
     work.emit("device", {"after": _queried(work.device)})
-    _linears(work)
 
 
 def describe(device: torch.device) -> dict[str, Any]:
     """Names, sizes and versions, JSON-ready."""
-    versions = {}
-    for package in ("torch", "triton", "transformers", "numpy"):
-        try:
-            versions[package] = version(package)
-        except PackageNotFoundError:
-            versions[package] = "not installed"
+    import transformers
+    import triton
+
+    versions = {module.__name__: module.__version__ for module in (torch, triton, transformers)}
     facts: dict[str, Any] = {"versions": versions, "cuda": torch.version.cuda, "queried": _queried(device)}
     if has_cuda_runtime(device):
         properties = torch.cuda.get_device_properties(device)
@@ -82,7 +74,6 @@ def _bandwidths(work: Work) -> None:
 
 
 def _matmul(work: Work) -> None:
-    """A large GEMM of random matrices."""
     size = 128 if work.is_rehearsal else 8192
     a, b = (torch.randn(size, size, device=work.device).to(torch.bfloat16) for _ in range(2))
     times = interleave({"matmul": prepare([lambda: a @ b], work.device)}, work.device, seconds=1.0, max_rounds=30)
@@ -92,27 +83,3 @@ def _matmul(work: Work) -> None:
         {"what": "matmul", "tflop_per_s": 2 * size**3 / row.median / 1e6, "size": size, "dtype": "bfloat16"}
         | row.as_dict(),
     )
-
-
-def _linears(work: Work) -> None:
-    """The GEMMs of a decoding pass by torch, on weights that no cache holds."""
-    layers = {"square": (128, 64)} if work.is_rehearsal else {**_LAYERS, "lm_head": _HEAD}
-    copies = 2 if work.is_rehearsal else 8
-    for name, (outputs, inputs) in layers.items():
-        weights = [
-            torch.randn(outputs, inputs, device=work.device).to(torch.bfloat16)
-            for _ in range(2 if (outputs, inputs) == _HEAD else copies)
-        ]
-        programs = {}
-        for width in _WIDTHS[:2] if work.is_rehearsal else _WIDTHS:
-            x = torch.randn(width, inputs, device=work.device).to(torch.bfloat16)
-            calls = [partial(torch.nn.functional.linear, x, weight) for weight in weights]
-            programs[str(width)] = prepare(calls, work.device)
-        for width_name, times in interleave(programs, work.device, seconds=0.5, max_rounds=30).items():
-            work.emit(
-                "linears",
-                {
-                    "layer": name, "outputs": outputs, "inputs": inputs, "width": int(width_name),
-                    "gb_per_s": 2 * outputs * inputs / times.median / 1e3, **times.as_dict(),
-                },
-            )  # fmt: skip

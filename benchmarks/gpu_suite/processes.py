@@ -32,22 +32,10 @@ class _Message(NamedTuple):
 
 
 class SectionRun:
-    """One section's processes and what they have said so far.
-
-    Attributes:
-        section: Which.
-    """
+    """One section's processes and what they have said so far."""
 
     def __init__(self, section: Section, *, is_rehearsal: bool, seed: int, logs: Path) -> None:
-        """Starts the processes: they import what they need and wait.
-
-        Args:
-            section: Which.
-            is_rehearsal: Toy sizes on the CPU; Triton's interpreter runs its kernels.
-            seed: Of random inputs.
-            logs: Where what they print goes.
-        """
-        self.section = section
+        """Starts the processes: they import what they need and wait; what they print goes to `logs`."""
         self._is_rehearsal = is_rehearsal
         self._messages: queue.Queue[_Message] = queue.Queue()
         count = 1 if is_rehearsal else section.shards
@@ -65,12 +53,9 @@ class SectionRun:
     def finish(
         self, seconds: float, on_change: Callable[[dict[str, Any]], None], *, grace_s: float = _GRACE_S
     ) -> dict[str, Any]:
-        """Lets the section work and gives its record.
+        """Lets the section work for so long and gives its record; `on_change` gets the record so far, now and then.
 
-        Args:
-            seconds: Its time.
-            grace_s: What is left of it that much later is killed.
-            on_change: Called with the record so far, now and then.
+        What is at work `grace_s` later is killed.
         """
         begin = time.monotonic()
         record: dict[str, Any] = {
@@ -102,7 +87,6 @@ class SectionRun:
             child.close()
 
     def _take(self, message: _Message, record: dict[str, Any]) -> None:
-        """Adds a message to the record."""
         child, content = message
         if content is None:
             child.is_at_work = False
@@ -117,13 +101,7 @@ class SectionRun:
 
 
 class _Child:
-    """One process of a section.
-
-    Attributes:
-        name: Section and shard.
-        is_at_work: Whether its output has not ended yet.
-        has_reported: Whether it said how it ended.
-    """
+    """One process of a section; `is_at_work` until its output ends, `has_reported` when it said how it ended."""
 
     def __init__(
         self, command: list[str], log: Path, messages: queue.Queue[_Message], settings: dict[str, str]
@@ -143,7 +121,6 @@ class _Child:
         threading.Thread(target=self._read, args=(messages,), daemon=True).start()
 
     def release(self, seconds: float) -> None:
-        """Tells the process that its turn has come."""
         assert self._process.stdin is not None, "it was asked for as a pipe"
         with suppress(BrokenPipeError):  # one that has died says so by ending
             self._process.stdin.write(json.dumps({"seconds": seconds}).encode() + b"\n")
@@ -153,11 +130,11 @@ class _Child:
         """Ends the process; gives why."""
         self.close()
         self.is_at_work = False
-        return {"process": self.name, "lines": [*self._said(), "killed: still at work past its deadline"]}
+        return self._error("killed: still at work past its deadline")
 
     def last_words(self) -> dict[str, Any]:
         """What to say about a process that ended without a word."""
-        return {"process": self.name, "lines": [*self._said(), f"ended with status {self._process.wait()}"]}
+        return self._error(f"ended with status {self._process.wait()}")
 
     def close(self) -> None:
         """Ends the process and everything it started; may be called twice."""
@@ -169,7 +146,6 @@ class _Child:
             self._process.stdin.close()
 
     def _read(self, messages: queue.Queue[_Message]) -> None:
-        """Passes the process's lines on until it ends."""
         assert self._process.stdout is not None, "it was asked for as a pipe"
         with self._process.stdout as lines:
             for line in lines:
@@ -177,6 +153,7 @@ class _Child:
                     messages.put(_Message(self, json.loads(line)))
         messages.put(_Message(self, None))
 
-    def _said(self) -> list[str]:
-        """The end of its log."""
-        return self._log.read_text(encoding="utf-8", errors="replace").splitlines()[-_LAST_WORDS:]
+    def _error(self, why: str) -> dict[str, Any]:
+        """The end of its log, and why it ended."""
+        said = self._log.read_text(encoding="utf-8", errors="replace").splitlines()[-_LAST_WORDS:]
+        return {"process": self.name, "lines": [*said, why]}

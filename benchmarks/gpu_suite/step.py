@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from benchmarks.gpu_suite.scripted import scripted
-from benchmarks.gpu_suite.successor_model import (
+from benchmarks.gpu_suite.scripted import (
     eight_billion,
     prompt_ids,
     read_bytes,
+    scripted,
     successor_model,
     text_after,
     toy,
@@ -72,7 +72,7 @@ PATTERNS = {
 
 
 def run(work: Work) -> None:
-    """Emits `model`, `generate`, `passes`, `iterations`, `efficiency` and `memory`."""
+    """Emits `model`, `generate`, `passes`, `iterations` and `efficiency`."""
     sizes = TOY if work.is_rehearsal else FULL
     context = max(*sizes.contexts, sizes.prompt + sizes.tokens) + max(sizes.widths) + 64
     config: Any = toy(context) if work.is_rehearsal else eight_billion(context)
@@ -90,7 +90,6 @@ def run(work: Work) -> None:
             "made_in_s": round(time.perf_counter() - begin, 2),
         },
     )  # fmt: skip
-    _memory(work, "weights")
     _transformers(work, module, sizes)  # before the runner fuses its projections, which would slow it down
     model = wrap_model(module, name="successor")
     runner = "lean-stock" if work.is_rehearsal else "auto"
@@ -169,11 +168,9 @@ def _passes(work: Work, model: LoadedModel, sizes: Sizes, runner: str) -> None:
                     "waited": Times.of(waited[width]).as_dict(), "queued": Times.of(queued[width]).as_dict(),
                 },
             )  # fmt: skip
-    _memory(work, "passes")
 
 
 def _decoding(work: Work, model: LoadedModel, sizes: Sizes, runner: str) -> None:
-    """Plain decoding and every pattern in turns."""
     prompt = list(prompt_ids(sizes.prompt, model.vocab_size))
     watches = {name: _Watch() for name in ("plain", *PATTERNS)}
     oracle = {
@@ -213,7 +210,6 @@ def _decoding(work: Work, model: LoadedModel, sizes: Sizes, runner: str) -> None
                 "tokens": sizes.tokens, "is_expected_text": texts[name] == want,
             },
         )  # fmt: skip
-    _memory(work, "decoding")
     for name, engine in engines.items():
         if not work.deadline.allows(3.0):
             work.left_out(f"the host's share of an iteration, {name}", "time")
@@ -232,7 +228,6 @@ class _Watch:
         self.reset()
 
     def reset(self) -> None:
-        """Begins a text."""
         self._times: list[float] = []
         self._records: list[StepRecord] = []
 
@@ -256,18 +251,15 @@ class _Watch:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of these iterations."""
         records = self._records[self._first + 1 : -1]
         return sum(sum(step.num_emitted for step in record.sequences) for record in records)
 
     @property
     def rate(self) -> float:
-        """Tokens per second."""
         return self.num_tokens / sum(self.gaps)
 
     @property
     def tau(self) -> float:
-        """Tokens a pass."""
         return self.num_tokens / len(self.gaps)
 
     @property
@@ -281,7 +273,6 @@ class _Watch:
 
 
 def _decode(engine: LLM, watch: _Watch, prompt: list[int], tokens: int) -> list[int]:
-    """One greedy text."""
     watch.reset()
     params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
     return list(engine.generate(prompt, params)[0].outputs[0].token_ids)
@@ -292,13 +283,7 @@ def _profiled(
 ) -> dict[str, Any]:  # fmt: skip
     """How long the GPU is busy in an iteration, from the profiler's record of its kernels, and what is left idle.
 
-    Args:
-        work: The section's.
-        engine: Decodes once more, profiled.
-        watch: Of that engine.
-        prompt: Token ids.
-        tokens: To decode.
-        wall: Seconds of an iteration without a profiler.
+    The engine decodes once more; `wall` is the seconds of an iteration without a profiler.
     """
     if not has_cuda_runtime(work.device):
         return {"busy_us": None, "gap_us": None, "why": "no GPU"}
@@ -343,7 +328,6 @@ def covered(spans: Sequence[tuple[float, float]]) -> float:
 
 
 def _tau(name: str) -> float:
-    """Tokens a pass that the script asks for."""
     return 1.0 + sum(PATTERNS[name].right) / len(PATTERNS[name].right) if name in PATTERNS else 1.0
 
 
@@ -353,13 +337,6 @@ def _tree(width: int, device: torch.device) -> TokenTree:
     return TokenTree.from_rows([TreeRow([1 + node for node in range(width)], parents)], device=device)
 
 
-def _memory(work: Work, after: str) -> None:
-    """Emits the peak of allocated memory so far."""
-    if has_cuda_runtime(work.device):
-        work.emit("memory", {"after": after, "peak_gib": torch.cuda.max_memory_allocated() / 2**30})
-
-
 def _wait(work: Work) -> None:
-    """Until the GPU has done everything."""
     if has_cuda_runtime(work.device):
         torch.cuda.synchronize()

@@ -23,14 +23,7 @@ _QUEUE_S = 100e-6  # what a replay takes to be launched, and more
 
 @dataclass(frozen=True, slots=True)
 class Times:
-    """Microseconds of one call.
-
-    Attributes:
-        median: Over rounds.
-        min: Fastest round.
-        max: Slowest round.
-        rounds: How many.
-    """
+    """Microseconds of one call: over rounds, of the fastest and of the slowest round; how many rounds."""
 
     median: float
     min: float
@@ -49,27 +42,16 @@ class Times:
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """Some calls that are timed together, so that each meets inputs that have left the caches.
+    """Some calls that are timed together, so that each meets inputs that have left the caches."""
 
-    Attributes:
-        run: Makes them all.
-        calls: They themselves: a replay reads their tensors, which must live as long as it.
-        is_replayed: Whether they were captured into a CUDA graph, so that launching costs the host nothing.
-        launch_s: Seconds that the host takes to launch them.
-    """
-
-    run: Callable[[], object]
-    calls: Sequence[Callable[[], object]]
-    is_replayed: bool
-    launch_s: float
+    run: Callable[[], object]  # makes them all
+    calls: Sequence[Callable[[], object]]  # a replay reads their tensors, which must live as long as it
+    is_replayed: bool  # whether they were captured into a CUDA graph, so that launching costs the host nothing
+    launch_s: float  # that the host takes to launch them
 
 
 def prepare(calls: Sequence[Callable[[], object]], device: torch.device) -> Program:
-    """Warms calls up and captures them where that is possible.
-
-    Args:
-        calls: The same work on different inputs.
-        device: Where they run.
+    """Warms calls up, the same work on different inputs, and captures them where that is possible.
 
     Raises:
         torch.OutOfMemoryError: When a call does not fit.
@@ -109,14 +91,7 @@ def interleave(
 ) -> dict[str, Times]:
     """Runs programs in turns, each round starting with another one; gives the times of one call of each.
 
-    A rehearsal has one round.
-
-    Args:
-        programs: By name.
-        device: Where they run.
-        seconds: No round begins after that long, once there are enough.
-        min_rounds: Rounds at least.
-        max_rounds: Rounds at most.
+    No round begins after `seconds`, once there are enough. A rehearsal has one round.
     """
     if not has_cuda_runtime(device):
         min_rounds = max_rounds = 1
@@ -137,20 +112,12 @@ def interleave(
 def queued_seconds(run: Callable[[], object], device: torch.device, *, launch_s: float) -> float:
     """Seconds that the device takes for something whose launches are all queued before it begins.
 
-    Args:
-        run: Launches; must not wait for the device.
-        device: Where it runs.
-        launch_s: About how long the host takes to launch it.
+    `run` launches and must not wait for the device; `launch_s` is about how long the host takes for that.
     """
     if not has_cuda_runtime(device):
         return waited_seconds(run, device)
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda._sleep(int((1.5 * launch_s + _QUEUE_S) * _CYCLES_PER_S))
-    begin.record()
-    run()
-    end.record()
-    torch.cuda.synchronize(device)
-    return float(begin.elapsed_time(end)) / 1e3
+    return _event_seconds(run, device)
 
 
 def waited_seconds(run: Callable[[], object], device: torch.device) -> float:
@@ -159,8 +126,12 @@ def waited_seconds(run: Callable[[], object], device: torch.device) -> float:
         start = time.perf_counter()
         run()
         return time.perf_counter() - start
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda.synchronize(device)
+    return _event_seconds(run, device)
+
+
+def _event_seconds(run: Callable[[], object], device: torch.device) -> float:
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     begin.record()
     run()
     end.record()

@@ -7,7 +7,6 @@ The twin has 32 layers of 4096 and the text, drafts and acceptance of the small 
 
 from __future__ import annotations
 
-import shutil
 import tempfile
 import time
 from collections import Counter
@@ -16,14 +15,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from benchmarks.gpu_suite.successor_model import read_bytes
+from benchmarks.gpu_suite.scripted import read_bytes
 from benchmarks.speedup.sizes import methods_of
 from foretoken.bench.compare import measure_rounds
 from foretoken.bench.cost_twin.make import TwinPlan, make_twin_in_memory
 from foretoken.bench.plots import in_order
 from foretoken.bench.verify import Judge
 from foretoken.bench.workload import SetupEngines, Workload, load_prompts
-from foretoken.core.backend import has_cuda_runtime
 from foretoken.entrypoints.config import Setup, parse_setup
 from foretoken.models.loading import LoadedModel, load_tokenizer
 
@@ -38,19 +36,7 @@ _TEMPERATURES = (0.0, 0.8)
 
 
 class Sizes(NamedTuple):
-    """How large everything is.
-
-    Attributes:
-        layers: Of the twin.
-        hidden: Its hidden size.
-        dtype: Of all weights.
-        runner: See `LLM`.
-        prompts: Held-out prompts.
-        tokens: Output tokens of each.
-        memory_bytes: Free memory of the device without which nothing is begun: weights, KV caches, CUDA graphs.
-        disk_bytes: Free disk likewise: the drafters are files.
-        seconds: To make everything and to measure one prompt; without that much nothing is begun.
-    """
+    """How large everything is."""
 
     layers: int
     hidden: int
@@ -58,25 +44,22 @@ class Sizes(NamedTuple):
     runner: str
     prompts: int
     tokens: int
-    memory_bytes: float
-    disk_bytes: float
-    seconds: float
+    seconds: float  # to make everything and to measure one prompt; without that much time nothing is begun
 
 
-# 6.47e9 weights are 12.9 GB, and the drafters' 1.58e9 3.2 GB.
-FULL = Sizes(32, 4096, torch.bfloat16, "auto", 6, 96, memory_bytes=36e9, disk_bytes=5e9, seconds=35.0)
+# 6.47e9 weights are 12.9 GB, and the drafters' 1.58e9 3.2 GB; with KV caches and graphs 36 GB of the device.
+FULL = Sizes(32, 4096, torch.bfloat16, "auto", 6, 96, seconds=35.0)
 # One layer more than the bundled model has.
-TOY = Sizes(13, 256, torch.float32, "lean-stock", 1, 16, memory_bytes=0.0, disk_bytes=2e8, seconds=1.0)
+TOY = Sizes(13, 256, torch.float32, "lean-stock", 1, 16, seconds=1.0)
 
 
 def run(work: Work) -> None:
-    """Emits `model`, `methods` with one row a method and temperature, and `broken`, what stopped the engine."""
+    """Emits `model`, and `methods` with one row a method and temperature."""
     sizes = TOY if work.is_rehearsal else FULL
+    if not work.deadline.allows(sizes.seconds):
+        work.left_out(f"the {sizes.layers} x {sizes.hidden} cost twin", "time")
+        return
     with tempfile.TemporaryDirectory(prefix="twin") as folder:
-        missing = what_is_missing(work, sizes, folder)
-        if missing is not None:
-            work.left_out(f"the {sizes.layers} x {sizes.hidden} cost twin", missing)
-            return
         place = Path(folder) / "twin"
         begin = time.perf_counter()
         plan = TwinPlan(
@@ -101,71 +84,28 @@ def run(work: Work) -> None:
             seed=work.seed,
         )  # fmt: skip
         measure(work, model, tokenizer, setups, workload, sizes.runner)
-        if has_cuda_runtime(work.device):
-            work.emit("memory", {"peak_gib": torch.cuda.max_memory_allocated() / 2**30})
-
-
-def what_is_missing(work: Work, sizes: Sizes, folder: str) -> str | None:
-    """Why the twin is not begun, in a sentence; None where there is room and time for it."""
-    if not work.deadline.allows(sizes.seconds):
-        return f"time: {work.deadline.left:.1f} s are left, and it takes some {sizes.seconds:g} s"
-    disk = shutil.disk_usage(folder).free
-    if disk < sizes.disk_bytes:
-        return f"disk: {disk / 1e9:.1f} GB are free, and its drafters take up to {sizes.disk_bytes / 1e9:.1f} GB"
-    if has_cuda_runtime(work.device):
-        memory, _ = torch.cuda.mem_get_info(work.device)
-        if memory < sizes.memory_bytes:
-            return f"memory: {memory / 1e9:.1f} GB are free, and it takes up to {sizes.memory_bytes / 1e9:.1f} GB"
-    return None
 
 
 def measure(
     work: Work, model: LoadedModel, tokenizer: Any, setups: Sequence[Setup], workload: Workload, runner: str
 ) -> None:
-    """Measures setups beside plain decoding; where one of them stops the engine, each by itself."""
-    try:
-        engines = SetupEngines(model, tokenizer, setups, workload, runner=runner)
-        measure_rounds(engines, workload.temperatures[0], [[0]])  # not counted: CUDA graphs are captured
-        for temperature in workload.temperatures:
-            rows = _measured(work, engines, temperature)
-            for measured in rows:
-                work.emit("methods", _row(model, tokenizer, workload, rows[0], measured))
-        return
-    except Exception as err:
-        if "CUDA error" in str(err):  # nothing runs in this process any more
-            raise
-        lines = [line for line in str(err).splitlines() if line.strip()] or [""]
-        failure = f"{type(err).__name__}: {lines[0][:300]}"
-    # Here, where the error and with it the engines are gone.
-    if len(setups) == 1:
-        work.emit("broken", {"setup": setups[0].name, "failure": failure})
-        return
-    for setup in setups:
-        if work.deadline.left > 0:
-            measure(work, model, tokenizer, [setup], workload, runner)
-        else:
-            work.left_out(f"{setup.name}, cost twin", f"time, after {failure}")
-
-
-def _measured(work: Work, engines: SetupEngines, temperature: float) -> list[Measurement]:
-    """As many prompts at one temperature as there is time for."""
-    temperatures, num_prompts = engines.workload.temperatures, len(engines.workload.prompts)
-    num_later = len(temperatures) - temperatures.index(temperature) - 1
-    kept = work.deadline.left * num_later / (num_later + 1)  # each temperature gets the same time
-    ends: list[float] = []
-
-    def goes_on() -> bool:
-        round_s = (ends[-1] - ends[0]) / (len(ends) - 1) * len(engines.names)  # the warm-up left out
-        if work.deadline.left - kept > 1.5 * round_s:
-            return True
-        done = len(ends) // len(engines.names)
-        work.left_out(f"T={temperature:g}: {num_prompts - done} of {num_prompts} prompts", "time")
-        return False
-
-    batches = [[prompt] for prompt in range(num_prompts)]
-    return measure_rounds(
-        engines, temperature, batches, on_measured=lambda: ends.append(time.monotonic()), goes_on=goes_on
-    )
+    """Measures setups beside plain decoding; each temperature gets the same time, and at least one prompt."""
+    engines = SetupEngines(model, tokenizer, setups, workload, runner=runner)
+    measure_rounds(engines, workload.temperatures[0], [[0]])  # not counted: CUDA graphs are captured
+    batches = [[prompt] for prompt in range(len(workload.prompts))]
+    for later, temperature in zip(reversed(range(len(workload.temperatures))), workload.temperatures, strict=True):
+        kept = work.deadline.left * later / (later + 1)
+        rows = measure_rounds(
+            engines,
+            temperature,
+            batches,
+            goes_on=lambda kept=kept: work.deadline.allows(kept),  # type: ignore[misc]
+        )
+        if len(rows[0].texts) < len(batches):
+            left = len(batches) - len(rows[0].texts)
+            work.left_out(f"T={temperature:g}: {left} of {len(batches)} prompts", "time")
+        for measured in rows:
+            work.emit("methods", _row(model, tokenizer, workload, rows[0], measured))
 
 
 def _row(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -18,26 +18,17 @@ _HERE = "benchmarks.gpu_suite."
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """A part of the suite.
+    """A part of the suite."""
 
-    Attributes:
-        name: In results.
-        module: Name of its module.
-        seconds: Its share of the time.
-        shards: Processes that divide its work among them; 1 where it times anything, so that nothing disturbs it.
-        rehearsal_seconds: Its share in a rehearsal.
-    """
-
-    name: str
+    name: str  # in results
     module: str
-    seconds: float
-    shards: int = 1
+    seconds: float  # its share of the time
+    shards: int = 1  # processes that divide its work; 1 where it times anything, so that nothing disturbs it
     rehearsal_seconds: float = 6.0
 
 
 # In order of importance. Shares add up to less than the whole, and what one leaves the next ones get.
 SECTIONS: tuple[Section, ...] = (
-    Section("parity", _HERE + "parity", 85.0, shards=6),
     Section("ceilings", _HERE + "ceilings", 30.0, rehearsal_seconds=2.0),
     Section("attention", _HERE + "attention", 110.0),
     Section("step", _HERE + "step", 110.0),
@@ -66,39 +57,21 @@ class Deadline:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """What a section does its work with.
+    """What a section does its work with; what is not done by the deadline is left out and said so."""
 
-    Attributes:
-        device: A GPU, or the CPU in a rehearsal.
-        is_rehearsal: Toy sizes and wall-clock times, on the CPU: everything runs and nothing counts.
-        seed: Of all random inputs.
-        shard: Which share of the section is this process's.
-        num_shards: How many there are.
-        deadline: When to end; what is not done by then is left out and said so.
-        emit: Takes a table's name and a row, which is kept whatever happens afterwards.
-    """
-
-    device: torch.device
-    is_rehearsal: bool
-    seed: int
-    shard: int = 0
+    device: torch.device  # a GPU, or the CPU in a rehearsal
+    is_rehearsal: bool  # toy sizes and wall-clock times: everything runs and nothing counts
+    seed: int  # of all random inputs
+    shard: int = 0  # which share of the section is this process's
     num_shards: int = 1
     deadline: Deadline = field(default_factory=lambda: Deadline(60.0))
-    emit: Callable[[str, Mapping[str, Any]], None]
+    emit: Callable[[str, Mapping[str, Any]], None]  # takes a table's name and a row, which is kept whatever happens
 
     def left_out(self, what: str, why: str) -> None:
         """Says that something was not done."""
         self.emit("left_out", {"what": what, "why": why})
 
 
-class SectionModule(Protocol):
-    """What a section's module holds."""
-
-    def run(self, work: Work) -> None:
-        """Does the work and emits rows; raises whatever stops it."""
-
-
-def section_module(name: str) -> SectionModule:
-    """A section's module, by its full name; importing it touches no GPU."""
-    module: Any = import_module(name)
-    return module  # type: ignore[no-any-return]
+def section_module(name: str) -> Any:
+    """The module of a section, by its full name: its `run` takes `Work`. Importing it touches no GPU."""
+    return import_module(name)

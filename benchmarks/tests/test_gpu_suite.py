@@ -1,11 +1,13 @@
-"""The GPU suite: a rehearsal of it all, wrong kernels that must fail, processes that break down, known figures."""
+"""The GPU suite: a rehearsal of it all, processes that break down, known figures.
+
+Slow because the rehearsal runs every section in processes of its own, kernels in the interpreter.
+"""
 
 import json
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from itertools import combinations
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,40 +17,22 @@ import torch
 
 from benchmarks.gpu_suite import lossless, twin
 from benchmarks.gpu_suite.__main__ import chosen_sections, limits, main
-from benchmarks.gpu_suite.attention_inputs import (
-    LEVELS,
-    REHEARSAL_LEVELS,
-    covering_cases,
-    make_problem,
-    pairs_of,
-    visible_rows,
-)
 from benchmarks.gpu_suite.goals import Ceilings, is_proven, proofs, speeds
-from benchmarks.gpu_suite.parity import check_case
 from benchmarks.gpu_suite.processes import SectionRun
 from benchmarks.gpu_suite.report import as_markdown
-from benchmarks.gpu_suite.scripted import scripted
+from benchmarks.gpu_suite.scripted import prompt_ids, scripted, successor_model, text_after, toy
 from benchmarks.gpu_suite.step import PATTERNS, covered
-from benchmarks.gpu_suite.successor_model import prompt_ids, successor_model, text_after, toy
 from benchmarks.gpu_suite.work import SECTIONS, Deadline, Section, Work
 from foretoken import LLM, SamplingParams
-from foretoken.attention.dispatch import reference_attention
-from foretoken.attention.layout import AttentionLayout
 from foretoken.bench.measurement import Measurement
 from foretoken.bench.verify import Comparison
 from foretoken.bench.workload import Workload
-from foretoken.core.passes import Pass
-from foretoken.core.token_tree import TokenTree, TreeRow
 from foretoken.entrypoints.config import Setup
 
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).resolve().parents[2]
 CPU = torch.device("cpu")
-CASE = {
-    "head": (16, 16), "group": 2, "dtype": "float32", "nodes": 7, "batch": 2, "prefix": "short", "structure": "tree",
-    "tables": "pass", "window": None, "softcap": None, "sinks": False, "splits": None,
-}  # fmt: skip
 
 
 def test_rehearsal(tmp_path: Path) -> None:
@@ -71,18 +55,12 @@ def test_rehearsal(tmp_path: Path) -> None:
     assert list(record["sections"]) == [section.name for section in SECTIONS]
     for name, section in record["sections"].items():
         assert section["rehearsal"], name
-        assert section["errors"] == []
-        assert section["status"] == ("parts left out" if name == "parity" else "complete")
+        assert section["errors"] == [], name
+        assert section["status"] == "complete", name
         assert all(row["rehearsal"] for rows in section["tables"].values() for row in rows), name
     tables = {key: rows for section in record["sections"].values() for key, rows in section["tables"].items()}
-    assert [row["what"] for row in tables["left_out"]] == ["the CUDA kernel"]
-    met = {
-        frozenset((key, tuple(value) if isinstance(value, list) else value) for key, value in pair)
-        for row in tables["cases"] for pair in pairs_of_json(row["case"])
-    }  # fmt: skip
-    assert met == {frozenset(pair) for case in covering_cases(REHEARSAL_LEVELS, 3) for pair in pairs_of(case)}
     assert {kernel for row in tables["attention"] for kernel in row["kernels"]} == {
-        "mask-free", "masked", "sdpa", "sdpa-packed",
+        "mask-free", "sdpa", "sdpa-packed",
     }  # fmt: skip
     assert all("median" in cell for row in tables["attention"] for cell in row["kernels"].values())
     assert {row["pattern"] for row in tables["efficiency"]} == {"plain", *PATTERNS}
@@ -98,12 +76,7 @@ def test_rehearsal(tmp_path: Path) -> None:
     report = (tmp_path / "gpu.md").read_text()
     headings = [line for line in report.splitlines() if line.startswith("#")]
     assert all("rehearsal" in line.lower() for line in headings)
-    assert len(headings) == 10, "title, goals, eight tables' sections and what each section did"
-
-
-def pairs_of_json(case: dict[str, Any]) -> list[tuple[tuple[str, Any], ...]]:
-    """Pairs of levels of a case that went through JSON."""
-    return list(combinations(case.items(), 2))
+    assert len(headings) == 13, "title, goals, ten tables and what each section did"
 
 
 def test_without_a_gpu_it_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -112,100 +85,6 @@ def test_without_a_gpu_it_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert main(["--out", str(tmp_path / "gpu")]) == 2
     assert "no GPU" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize("levels", [LEVELS, REHEARSAL_LEVELS], ids=["full", "rehearsal"])
-def test_cases_cover_every_two_levels(levels: Any) -> None:
-    cases = covering_cases(levels, seed=1)
-    wanted = {frozenset([(a, x), (b, y)]) for a, b in combinations(levels, 2) for x in levels[a] for y in levels[b]}
-    assert set().union(*(pairs_of(case) for case in cases)) == wanted
-    assert len(cases) < 50, "each costs compilations"
-    assert cases != covering_cases(levels, seed=2)
-
-
-@pytest.mark.parametrize("window", [None, 3])
-def test_visible_rows_are_the_layouts(window: int | None) -> None:
-    """Two ways to say who sees what, written apart from each other."""
-    parents = [-1, 0, 0, 1, 1, 3]
-    tree = TokenTree.from_rows([TreeRow([0] * 6, parents), TreeRow([0] * 8, [-1, 0, 1, 2, 3, 4, 5, 6])])
-    prefix = 4
-    work = Pass.of_tree(tree, slots=[0, 1], prefix_lens=[prefix] * 2, last_position=99)
-    mask = AttentionLayout(work).mask(0, window)
-    assert mask is not None
-    assert torch.equal(visible_rows(parents, prefix, 0, window), mask)
-    assert torch.equal(visible_rows(parents, prefix, 5, window), mask[5:])
-
-
-@pytest.mark.parametrize("structure", LEVELS["structure"])
-@pytest.mark.parametrize("window", [None, 5])
-def test_problems_describe_the_same_to_kernels(structure: str, window: int | None) -> None:
-    """The layout's mask is what the problem's own loop finds, and rows outside of it are NaN."""
-    case = {**CASE, "structure": structure, "window": window, "prefix": "ragged", "batch": 3}
-    problem = make_problem(case, CPU, seed=4)
-    assert len(problem.query) == problem.work.num_tokens == sum(problem.counts)
-    assert torch.equal(problem.packed(problem.padded(problem.query, 9.0)), problem.query)
-    for row, mask in enumerate(problem.visible):
-        theirs = problem.layout.mask(row, window)
-        assert mask.all() if theirs is None else torch.equal(mask, theirs)
-        slot, end = problem.work.slots[row], mask.shape[1]
-        assert problem.keys[slot, :, end:].isnan().all()
-        assert not problem.keys[slot, :, :end].isnan().any()
-    unused = [slot for slot in range(problem.keys.shape[0]) if slot not in problem.work.slots]
-    assert unused
-    assert problem.values[unused].isnan().all()
-
-
-def in_dtype(problem: Any, case: Any, *, lose: bool = False, read_on: bool = False) -> torch.Tensor:
-    """The definition in float32, perhaps with one thing wrong in it, rounded to the dtype."""
-    outputs = []
-    queries = problem.query.float().split(problem.counts)
-    for slot, mask, query in zip(problem.work.slots, problem.visible, queries, strict=True):
-        end = mask.shape[1]
-        seen = mask.clone()
-        if lose:
-            seen[-1, end - len(mask)] = False  # the root, which the last real node sees
-        if read_on:
-            seen = torch.nn.functional.pad(seen, (0, 1), value=True)
-        key, value = (store[slot, :, : seen.shape[1]].float() for store in (problem.keys, problem.values))
-        output = reference_attention(
-            query.transpose(0, 1), key, value, seen, scale=problem.scale, softcap=case["softcap"],
-            sinks=None if problem.sinks is None else problem.sinks.float(),
-        )  # fmt: skip
-        outputs.append(output.transpose(0, 1).to(problem.query.dtype))
-    return torch.cat(outputs)
-
-
-@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
-@pytest.mark.parametrize("seed", range(3))
-def test_parity_accepts_rounding_and_nothing_else(dtype: str, seed: int) -> None:
-    calls = []
-
-    def unsteady(problem: Any, case: Any) -> torch.Tensor:
-        calls.append(0)
-        output = in_dtype(problem, case)
-        if len(calls) % 2:
-            output[0, 0, 0] = torch.nextafter(output[0, 0, 0], output.new_tensor(9.0))
-        return output
-
-    def broken(problem: Any, case: Any) -> torch.Tensor:
-        raise RuntimeError("out of resource: shared memory")
-
-    kernels = {
-        "right": in_dtype,
-        "loses the root": lambda problem, case: in_dtype(problem, case, lose=True),
-        "reads too far": lambda problem, case: in_dtype(problem, case, read_on=True),
-        "unsteady": unsteady,
-        "broken": broken,
-    }
-    # The last node is real in a chain, and sees the root.
-    verdicts = check_case({**CASE, "dtype": dtype, "structure": "chain"}, kernels, CPU, seed)
-    assert {name for name in kernels if verdicts[name]["passes"]} == {"right"}
-    assert 0 < verdicts["right"]["error"] < 1
-    assert verdicts["loses the root"]["error"] > 1
-    assert verdicts["reads too far"]["error"] == 1e30
-    assert not verdicts["unsteady"]["is_repeatable"]
-    assert "shared memory" in verdicts["broken"]["failure"]
-    assert verdicts["one lost key"] > 10
 
 
 def test_a_drafter_that_stops_the_engine_stops_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -253,8 +132,6 @@ class Engines:
         self._clock[0] += 5.0
 
     def measure(self, name: str, temperature: float, batch: Sequence[int]) -> Measurement:
-        if name == "bad":
-            raise RuntimeError("tensors on two devices\nand more")
         self._clock[0] += 1.0
         return measurement(name, temperature, seconds=[1.0], tokens=[6], texts=[[1, 2, 3]])
 
@@ -266,63 +143,28 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return now
 
 
-# Two engines and six prompts: 17 s a temperature, the warm-up among them.
-@pytest.mark.parametrize(("seconds", "prompts"), [(100.0, [6, 6]), (24.0, [2, 4]), (1.0, [1, 1])])
-def test_the_cost_twin_stops_between_prompts(clock: list[float], seconds: float, prompts: list[int]) -> None:
+# The warm-up takes 7 s, then each temperature 5 s and 2 s a prompt.
+@pytest.mark.parametrize(("seconds", "prompts"), [(100.0, [6, 6]), (24.0, [2, 2]), (1.0, [1, 1])])
+def test_the_cost_twin_stops_between_prompts(
+    clock: list[float], monkeypatch: pytest.MonkeyPatch, seconds: float, prompts: list[int]
+) -> None:
     """Both temperatures get some; what is left out is said."""
     rows: list[tuple[str, Any]] = []
     work = Work(
         device=CPU, is_rehearsal=True, seed=1, deadline=Deadline(seconds),
         emit=lambda table, row: rows.append((table, row)),
     )  # fmt: skip
-    engines: Any = Engines(clock, [Setup("good", {})], 6)
-    found = [twin._measured(work, engines, temperature) for temperature in (0.0, 0.8)]
-    assert [[len(measured.texts) for measured in each] for each in found] == [[count] * 2 for count in prompts]
-    assert [(row["what"], row["why"]) for _, row in rows] == [
+    setups = [Setup("good", {})]
+    monkeypatch.setattr(twin, "SetupEngines", lambda *_, **__: Engines(clock, setups, 6))
+    model: Any = SimpleNamespace(dtype=torch.float32)
+    workload = Workload(prompts=["1 2"] * 6, temperatures=(0.0, 0.8))
+    twin.measure(work, model, lambda text: {"input_ids": [1, 2]}, setups, workload, "lean")
+    found = [(row["setup"], row["prompts"], row["identical"]) for table, row in rows if table == "methods"]
+    assert found == [(name, count, count) for count in prompts for name in ("plain", "good")]
+    assert [(row["what"], row["why"]) for table, row in rows if table == "left_out"] == [
         (f"T={temperature:g}: {6 - count} of 6 prompts", "time")
         for temperature, count in zip((0.0, 0.8), prompts, strict=True) if count < 6
     ]  # fmt: skip
-
-
-def test_a_drafter_that_stops_the_cost_twins_engine_stops_nothing_else(
-    clock: list[float], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    rows: list[tuple[str, Any]] = []
-
-    def made(model: Any, tokenizer: Any, setups: Any, workload: Any, *, runner: str) -> Engines:
-        return Engines(clock, setups, len(workload.prompts))
-
-    monkeypatch.setattr(twin, "SetupEngines", made)
-    work = Work(
-        device=CPU, is_rehearsal=True, seed=1, deadline=Deadline(500.0),
-        emit=lambda table, row: rows.append((table, row)),
-    )  # fmt: skip
-    model: Any = SimpleNamespace(dtype=torch.float32)
-    setups = [Setup("good", {}), Setup("bad", {}), Setup("better", {})]
-    twin.measure(work, model, lambda text: {"input_ids": [1, 2]}, setups, Workload(prompts=["1 2"]), "lean")
-    found = [(row["setup"], row["identical"]) for table, row in rows if table == "methods"]
-    assert found == [("plain", 1), ("good", 1)] * 2 + [("plain", 1), ("better", 1)] * 2
-    assert [row for table, row in rows if table == "broken"] == [
-        {"setup": "bad", "failure": "RuntimeError: tensors on two devices"}
-    ]
-
-
-@pytest.mark.parametrize("lacking", ["time", "disk", "memory"])
-def test_the_cost_twin_is_left_out_where_there_is_no_room(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lacking: str
-) -> None:
-    rows: list[tuple[str, Any]] = []
-    free = {"disk": 1e12, "memory": 8e10, "time": 60.0} | {lacking: 1.0}
-    monkeypatch.setattr(twin.shutil, "disk_usage", lambda folder: SimpleNamespace(free=free["disk"]))
-    monkeypatch.setattr(twin, "has_cuda_runtime", lambda device: True)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free["memory"], 9e10))
-    work = Work(
-        device=torch.device("cuda"), is_rehearsal=False, seed=1, deadline=Deadline(free["time"]),
-        emit=lambda table, row: rows.append((table, row)),
-    )  # fmt: skip
-    twin.run(work)
-    [(table, row)] = rows
-    assert (table, row["what"], row["why"].split(":")[0]) == ("left_out", "the 32 x 4096 cost twin", lacking)
 
 
 MODULES = {
@@ -380,7 +222,7 @@ def test_time_is_shared_by_what_is_left() -> None:
 
 
 def test_sections_are_chosen_with_what_they_need() -> None:
-    assert [section.name for section in chosen_sections("step,parity")] == ["parity", "ceilings", "step"]
+    assert [section.name for section in chosen_sections("step,lossless")] == ["ceilings", "step", "lossless"]
     with pytest.raises(ValueError, match="lossles"):
         chosen_sections("lossles")
 
@@ -429,11 +271,9 @@ def times(median: float) -> dict[str, Any]:
 def attention_row(prefix: int, nodes: int, us: float, sdpa_us: float) -> dict[str, Any]:
     return {
         "batch": 1, "prefix": prefix, "nodes": nodes, "heads": [32, 8, 128], "dtype": "bfloat16",
-        "sdpa_backend": "math",
         "kv_bytes": 4096 * (prefix + nodes), "flop": 16384 * nodes * (prefix + nodes),
         "kernels": {
-            "mask-free": times(us), "masked": {"left_out": "out of memory"}, "sdpa": times(sdpa_us),
-            "sdpa-packed": times(sdpa_us / 2),
+            "mask-free": times(us), "sdpa": times(sdpa_us), "sdpa-packed": {"left_out": "out of memory"},
         },
     }  # fmt: skip
 
@@ -471,12 +311,11 @@ def measured() -> dict[str, Any]:
 def test_goals_of_known_figures() -> None:
     found = {(goal.what, goal.wanted): goal for goal in speeds(measured())}
     assert Ceilings.of(measured()) == Ceilings(4000.0, 4000.0, 800.0)
-    over_sdpa = found["attention, mask-free over dense SDPA, L >= 2048", ">= 2"]
+    over_sdpa = found["attention, mask-free over the faster form of SDPA, L >= 2048", ">= 2"]
     assert over_sdpa.verdict == "MISSED"
     assert over_sdpa.measured.startswith("1 of 2 cases; 1.67 to ")
-    bandwidth = {wanted: goal for (what, wanted), goal in found.items() if "K+V bytes" in what}
-    assert (bandwidth[">= 0.6"].verdict, bandwidth[">= 0.8"].verdict) == ("met", "MISSED")
-    assert bandwidth[">= 0.6"].measured == "1 of 1 cases; 0.70 to 0.70, median 0.70"
+    bandwidth = found["attention, K+V bytes over copy bandwidth, N <= 32, B L >= 16384", ">= 0.6"]
+    assert (bandwidth.verdict, bandwidth.measured) == ("met", "1 of 1 cases; 0.70 to 0.70, median 0.70")
     roofline = found["plain pass, share of the read roofline, L = 2048", ">= 0.85"]
     assert (roofline.measured, roofline.verdict) == ("0.875", "met")
     assert found["pass of 64 over a plain one, L = 2048", "<= 1.1"].verdict == "met"
@@ -503,7 +342,7 @@ def on_twin(*rows: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_the_cost_twin_of_known_figures() -> None:
-    """The goals that there are for its methods, and a line a method."""
+    """The goals that there are for its methods."""
     rows = [twin_row("ngram", speed_up=1.5, tau=2.0), twin_row("medusa", speed_up=0.9, tau=1.5)]
     whole = record(twin=on_twin(*rows), ceilings=measured()["sections"]["ceilings"]["tables"])
     found = {goal.what: goal for goal in speeds(whole)}
@@ -512,12 +351,6 @@ def test_the_cost_twin_of_known_figures() -> None:
     slowest = found["speed-up of any method on the cost twin, batch 1"]
     assert slowest.measured.startswith("1 of 2 cases; 0.90 to 1.50")
     assert not any("Medusa" in what or "medusa" in what for what in found), "4.3 has no goal for heads of this kind"
-    report = as_markdown(whole)
-    assert "| plain | 0.8 | 200.0 | 1.00 | - | - | 4.500 | - | 0.100 | - | - | - | - |" in report
-    assert (
-        "| Medusa | 0.8 | 180.0 | 1.50 | 0.90 (0.80-1.00) | 0.600 | 4.500 | 0.250 | 0.100 | 12% | 5 | 1 | 0 |" in report
-    )
-    assert "12.00 GB of weights read by a pass, 3.000 ms at the best measured read bandwidth" in report
 
 
 def test_nothing_measured_is_nothing_met() -> None:
@@ -528,26 +361,16 @@ def test_nothing_measured_is_nothing_met() -> None:
 def test_report_of_known_figures() -> None:
     report = as_markdown(measured())
     assert "rehearsal" not in report.lower()
-    assert (
-        "| 1 | 2048 | 64 | 30.0 | 288 | 7% | 73.8 | 9% | out of memory | 50.0 (1.67x) | 25.0 (0.83x) | math |" in report
-    )
-    assert "| 2048 | waited | 0.88 | 4.000 (1.00x) | 4.400 (1.10x) | 4.200 (1.05x) |" in report
+    assert "| 1 | 2048 | 64 | [32, 8, 128] | bfloat16 | 8650752 | 2214592512 | 30 | 50 | out of memory |" in report
+    assert "| 2048 | 16 | recorded | 1 | 4400 | 4400 |" in report
 
 
-@pytest.mark.parametrize(
-    "fault", ["parity", "attention", "bug", "broken", "twin bug", "twin broken", "text", "section"]
-)
+@pytest.mark.parametrize("fault", ["attention", "bug", "broken", "twin bug", "text", "section"])
 def test_faults_are_loud(fault: str) -> None:
-    verdict = {"error": 7.0 if fault == "parity" else 0.5, "is_repeatable": True, "passes": fault != "parity"}
     row = attention_row(2048, 8, 1.0, 1.0)
-    row["kernels"]["masked"] = {"failure": "WrongResultError: it differs"} if fault == "attention" else times(1.0)
+    row["kernels"]["sdpa-packed"] = {"failure": "WrongResultError: it differs"} if fault == "attention" else times(1.0)
     whole = record(
         attention={"attention": [row]},
-        parity={
-            "cases": [
-                {"round": 0, "input_seed": 1, "case": CASE, "kernels": {"mask-free": verdict, "one lost key": 99.0}}
-            ]
-        },
         lossless={
             "setups": [
                 {
@@ -558,10 +381,7 @@ def test_faults_are_loud(fault: str) -> None:
             ],
             "broken": [{"setup": "it", "batch": 3, "failure": "RuntimeError: no"}] if fault == "broken" else [],
         },
-        twin={
-            **on_twin(twin_row("ngram", bugs=int(fault == "twin bug"))),
-            "broken": [{"setup": "it", "failure": "RuntimeError: no"}] if fault == "twin broken" else [],
-        },
+        twin=on_twin(twin_row("ngram", bugs=int(fault == "twin bug"))),
         step={
             "generate": [
                 {"who": "transformers", "tokens_per_s": 9.0, "attention": "sdpa", "is_expected_text": fault != "text"}
@@ -575,5 +395,4 @@ def test_faults_are_loud(fault: str) -> None:
     assert not is_proven(whole)
     top = as_markdown(whole).split("## Goals")[0]
     assert "**BROKE DOWN: step, step-0**" in top if fault == "section" else "**FAILED" in top
-    assert ("input seed 1" in top) == (fault == "parity")
-    assert ("stopped the engine: RuntimeError" in top) == (fault in ("broken", "twin broken"))
+    assert ("stopped the engine: RuntimeError" in top) == (fault == "broken")

@@ -10,9 +10,9 @@ from dataclasses import replace
 
 import torch
 import triton
+import triton_masked
 from torch import Tensor
 
-from benchmarks.gpu_suite import triton_masked
 from foretoken.acceptance import triton_walk
 from foretoken.attention import triton_overlap, triton_tables, triton_tree, triton_weights
 from foretoken.attention.layout import AttentionLayout

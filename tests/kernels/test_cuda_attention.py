@@ -14,13 +14,10 @@ from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 
+import cuda_tree
 import pytest
 import torch
-from kernel_device import DEVICE, few
-from torch import Tensor
-
-from benchmarks.gpu_suite import cuda_tree
-from benchmarks.gpu_suite.cuda_tree import (
+from cuda_tree import (
     BlockShape,
     KernelModule,
     TreeAttentionArguments,
@@ -29,6 +26,9 @@ from benchmarks.gpu_suite.cuda_tree import (
     kernel_source,
     tree_attention_cuda,
 )
+from kernel_device import DEVICE, few
+from torch import Tensor
+
 from foretoken.attention.dispatch import reference_attention
 from foretoken.attention.layout import AttentionLayout
 from foretoken.core import passes

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
+import cuda_tree
 import pytest
 
-from benchmarks.gpu_suite import cuda_tree
 from foretoken.core.errors import ConfigError
 
 

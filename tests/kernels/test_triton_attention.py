@@ -18,8 +18,8 @@ pytest.importorskip("triton")
 import triton
 from kernel_device import DEVICE, GuardedMemory, OnDevice, random_parents
 from pairwise import slow_products
+from triton_masked import masked_attention_triton
 
-from benchmarks.gpu_suite.triton_masked import masked_attention_triton
 from foretoken.attention.dispatch import reference_attention
 from foretoken.attention.layout import AttentionLayout
 from foretoken.attention.triton_tree import choose_num_splits, choose_tiling, tree_attention_triton

@@ -248,7 +248,7 @@ class TreeAttentionArguments(ctypes.Structure):
     ]
 
 
-def tree_attention_cuda(  # noqa: PLR0913 - the tables by name, as the kernel reads them
+def tree_attention_cuda(
     query: Tensor,
     keys: Tensor,
     values: Tensor,
