@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from transformers.utils.logging import disable_progress_bar, enable_progress_bar, is_progress_bar_enabled
 
-from benchmarks.interop import eagle, falcon, fms, hydra, lookups, medusa, rest, speculators, tgi, vllm
+from benchmarks.interop import eagle, fms, pickles, speculators, tgi
 from benchmarks.interop.borrowed import UnusableError
 from benchmarks.interop.outcome import Outcome, as_json, as_table
 from benchmarks.interop.samples import Target
@@ -28,18 +28,14 @@ if TYPE_CHECKING:
 
 # Option, whose code, what is compared.
 PROGRAMS: dict[str, tuple[str, Comparisons]] = {
-    "medusa": ("FasterDecoding/Medusa", medusa.outcomes),
-    "hydra": ("zankner/Hydra", hydra.outcomes),
+    "medusa": ("FasterDecoding/Medusa", pickles.medusa),
+    "hydra": ("zankner/Hydra", pickles.hydra),
     "fms-extras": ("foundation-model-stack/fms-extras", fms.outcomes),
     "eagle": ("SafeAILab/EAGLE", eagle.official),
     "specforge": ("sgl-project/SpecForge", eagle.specforge),
     "sglang": ("sgl-project/sglang, or rather a site-packages directory with it", eagle.sglang),
-    "lade": ("hao-ai-lab/LookaheadDecoding", lookups.lookahead),
-    "recycling": ("Luowaterbi/TokenRecycling", lookups.recycling),
-    "falcon": ("Bestpay-inc/Falcon", falcon.outcomes),
-    "rest": ("FasterDecoding/REST", rest.outcomes),
     "tgi": ("huggingface/text-generation-inference", tgi.outcomes),
-    "vllm": ("vllm-project/vllm, or a site-packages directory with it", vllm.outcomes),
+    "vllm": ("vllm-project/vllm, or a site-packages directory with it", eagle.vllm),
     "speculators": ("vllm-project/speculators, or a site-packages directory with it", speculators.outcomes),
 }
 # Options of programs that read a given head.
@@ -74,9 +70,7 @@ def main(arguments: list[str]) -> int:
 def compare_all(repos: dict[str, Path | None], given: Target | None = None) -> list[Outcome]:
     """Every comparison; where a clone is not named, or cannot be used, one row that says why.
 
-    Args:
-        repos: Clones by the keys of `PROGRAMS`; None where there is none.
-        given: A target with a head that is compared instead of random ones, or None.
+    `repos` are clones by the keys of `PROGRAMS`; `given` is a target with a head to compare instead of random ones.
     """
     found: list[Outcome] = []
     with tempfile.TemporaryDirectory(prefix="foretoken-interop-") as folder:
@@ -113,7 +107,6 @@ def _quiet() -> Iterator[None]:
 
 
 def _skipped(whose: str, reason: str) -> Outcome:
-    """The row of comparisons that did not run."""
     return Outcome(program=whose, case="all", claimed=None, found="skipped", note=reason)
 
 

@@ -21,13 +21,9 @@ class UnusableError(Exception):
 
 
 def borrow(root: Path, *names: str, stand_ins: Mapping[str, Mapping[str, Any]] | None = None) -> list[ModuleType]:
-    """Imports modules from a clone.
+    """Imports modules from a clone whose directory `root` holds their top package; packages around them are not run.
 
-    Args:
-        root: The directory that holds their top package.
-        names: Dotted names of modules, by which their files are found below `root`; the packages around them are not
-            run.
-        stand_ins: What other modules are made of, by name.
+    `stand_ins` says what other modules are made of, by name.
 
     Raises:
         UnusableError: When a file is missing or cannot be run.

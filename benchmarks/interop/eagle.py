@@ -115,22 +115,22 @@ def specforge(root: Path, target: Target, work: Path) -> Iterator[Outcome]:
 
 
 def sglang(root: Path, target: Target, work: Path) -> Iterator[Outcome]:
-    """Every case in SGLang; see `sglang_forward`."""
-    with _process(SGLANG, "sglang_forward", root, work) as read:
+    """Every case in SGLang; see `forward`."""
+    with _process(SGLANG, "sglang", root, work) as read:
         yield from _outcomes(SGLANG, _CASES, read, target, work)
         if target.given is None:
             yield _without_bias_entry(read, work)
 
 
 def vllm(root: Path, target: Target, work: Path) -> Iterator[Outcome]:
-    """Every case in vLLM; see `vllm_forward`."""
-    with _process(VLLM_EAGLE, "vllm_forward", root, work) as read:
+    """Every case in vLLM; see `forward`."""
+    with _process(VLLM_EAGLE, "vllm", root, work) as read:
         yield from _outcomes(VLLM_EAGLE, _CASES, read, target, work)
 
 
 @contextmanager
-def _process(program: str, module: str, root: Path, work: Path) -> Iterator[Read]:
-    """What asks a process that runs a module of this directory: logits of the head that lies at a place."""
+def _process(program: str, kind: str, root: Path, work: Path) -> Iterator[Read]:
+    """What asks a process of `forward`: logits of the head that lies at a place."""
     path = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), str(root))))
     environment = {**os.environ, "PYTHONPATH": path, "SGLANG_USE_CPU_ENGINE": "1"}
     work.mkdir(exist_ok=True)
@@ -138,7 +138,7 @@ def _process(program: str, module: str, root: Path, work: Path) -> Iterator[Read
     with (
         log.open("w") as errors,
         subprocess.Popen(
-            [sys.executable, "-m", f"{__package__}.{module}"], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            [sys.executable, "-m", f"{__package__}.forward", kind], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
             stderr=errors, text=True, env=environment, cwd=Path(__file__).parents[2],
         ) as process,
     ):  # fmt: skip
@@ -176,13 +176,11 @@ def _process(program: str, module: str, root: Path, work: Path) -> Iterator[Read
 
 
 def _weights(place: Path) -> dict[str, Tensor]:
-    """A file's tensors."""
     pickle = place / "pytorch_model.bin"
     return torch.load(pickle, weights_only=True) if pickle.exists() else load_file(place / "model.safetensors")
 
 
 def _embedding(around: Target) -> Tensor:
-    """(V, E) of the target."""
     return around.parts.embed(torch.arange(around.parts.lm_head_weight.shape[0])).detach()
 
 

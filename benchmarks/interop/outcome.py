@@ -18,27 +18,16 @@ TOLERANCE = 1e-5  # of the largest number: float32, a handful of layers
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """One row.
+    """One row."""
 
-    Attributes:
-        program: Whose code ran.
-        case: The head, and the file that it lies in.
-        claimed: What foretoken says of this reader: "same" or "not read"; None where it would refuse to write.
-        found: "same", "another network", "stops" or "skipped".
-        difference: Largest difference of a number, or None.
-        largest: Largest number of ours, or None.
-        same_argmax: Share of positions whose most probable token agrees, or None.
-        note: The error, or why it was skipped.
-    """
-
-    program: str
-    case: str
-    claimed: str | None
-    found: str
-    difference: float | None = None
-    largest: float | None = None
-    same_argmax: float | None = None
-    note: str = ""
+    program: str  # whose code ran
+    case: str  # the head, and the file that it lies in
+    claimed: str | None  # what foretoken says of this reader: "same" or "not read"; None where it refuses to write
+    found: str  # "same", "another network", "stops" or "skipped"
+    difference: float | None = None  # largest of a number
+    largest: float | None = None  # number of ours
+    same_argmax: float | None = None  # share of positions whose most probable token agrees
+    note: str = ""  # the error, or why it was skipped
 
     @property
     def is_as_stated(self) -> bool:
@@ -57,15 +46,10 @@ def compared(
     theirs: Callable[[], Sequence[Tensor]],
     tolerance: float = TOLERANCE,
 ) -> Outcome:
-    """Runs another project's code and compares its numbers with ours.
+    """Runs another project's code, `theirs`, and compares its tensors with ours.
 
-    Args:
-        program: Whose code.
-        case: Of what head.
-        claimed: Whether foretoken says that it computes the same; None where it refuses to write the file.
-        ours: Tensors.
-        theirs: Gives as many of the same shapes.
-        tolerance: Of the largest number, for a difference of rounding.
+    `claimed`: whether foretoken says that it computes the same; None where it refuses to write the file. `tolerance` is
+    of the largest number.
     """
     said = None if claimed is None else "same" if claimed else "not read"
     try:

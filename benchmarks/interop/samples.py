@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from unittest import mock
 
 import torch
 from safetensors.torch import load_file
@@ -16,7 +15,6 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from foretoken import LLM, SamplingParams
 from foretoken.bench.workload import load_prompts
 from foretoken.core.errors import ConfigError
-from foretoken.drafters.base import DraftContext, TargetHandle
 from foretoken.formats.checkpoint import HeadCheckpoint, TargetFingerprint, TargetInfo, TargetWeights, with_dtype
 from foretoken.formats.conversion import head_shapes
 from foretoken.formats.registry import head_readers, read_head, write_head
@@ -25,8 +23,6 @@ from foretoken.heads.decoder_layer import LayerConfig
 from foretoken.models.loading import load_model
 from foretoken.models.parts import target_parts
 from foretoken.models.smaller import unpacked_model
-from foretoken.runner.costs import CostCurve
-from foretoken.sampling.batch import SamplingBatch, SamplingRequest
 from foretoken.training.teacher import Teacher
 
 if TYPE_CHECKING:
@@ -45,38 +41,23 @@ PREFIX = LayerConfig(num_attention_heads=H, num_key_value_heads=H, head_dim=E //
 
 @dataclass(frozen=True)
 class GivenHead:
-    """A trained head, and what it reads of a text that its target writes.
+    """A trained head in float32, and what it reads of a text that its target writes."""
 
-    Attributes:
-        name: Of its directory.
-        checkpoint: In float32.
-        features: (1, S, F E), as the target computes them where it is served.
-        tokens: (1, S).
-    """
-
-    name: str
+    name: str  # of its directory
     checkpoint: HeadCheckpoint
-    features: Tensor
-    tokens: Tensor
+    features: Tensor  # (1, S, F E), as the target computes them where it is served
+    tokens: Tensor  # (1, S)
 
 
 @dataclass(frozen=True)
 class Target:
-    """A tiny Llama on disk and loaded, and what heads share with it.
-
-    Attributes:
-        directory: Where it lies.
-        parts: Embedding and LM head.
-        target_info: As `foretoken convert --target` has them.
-        rope_scaling: Its rotary scaling, or None.
-        given: A head to compare instead of random ones, or None.
-    """
+    """A tiny Llama on disk and loaded, and what heads share with it."""
 
     directory: Path
-    parts: TargetParts
-    target_info: TargetInfo
+    parts: TargetParts  # embedding and LM head
+    target_info: TargetInfo  # as `foretoken convert --target` has it
     rope_scaling: dict[str, Any] | None
-    given: GivenHead | None = None
+    given: GivenHead | None = None  # a head to compare instead of random ones
 
     @classmethod
     def loaded(cls, name: str, head: Path) -> Target:
@@ -168,25 +149,6 @@ def our_chain(head: HeadCheckpoint, target: Target, roots: Tensor) -> list[Tenso
     return probs
 
 
-def drafting_handle(model: Any, vocab_size: int = V) -> TargetHandle:
-    """What drafters are told of a target that is not run; model: loaded, or None where nothing is shared with it."""
-    return TargetHandle(
-        name="target", vocab_size=vocab_size, context_len=64, num_slots=1, device=torch.device("cpu"),
-        dtype=torch.float32, runner="auto", tokenizer=None, model=model, run=mock.Mock(),
-        target_runner=None,
-        measured_costs=lambda: CostCurve((1, 16), (1.0, 2.0)),
-    )  # fmt: skip
-
-
-def greedy_context(text: list[int], vocab_size: int = V) -> DraftContext:
-    """What drafters are told of one greedy request, whose drafts may be as long and wide as they come."""
-    request = SamplingRequest(params=SamplingParams(temperature=0.0), seed=0)
-    return DraftContext(
-        slots=[0], tokens=[text], max_depth=[16], max_nodes=[512], is_coupled=[False],
-        sampling=SamplingBatch.build([request], vocab_size),
-    )  # fmt: skip
-
-
 def written(
     name: str, head: HeadCheckpoint, target: Target, directory: Path, **options: Any
 ) -> tuple[HeadCheckpoint, dict[str, Reader]]:
@@ -200,10 +162,9 @@ def written(
 def given_files(
     names: Iterable[str], program: str, target: Target, work: Path
 ) -> Iterator[tuple[str, HeadCheckpoint, bool]]:
-    """Writes the given head in each of some formats that hold it, if foretoken says whether a program reads them.
+    """Writes the given head in each format that holds it, if foretoken says whether a program reads it.
 
-    Yields:
-        The format, after which the directory in `work` is named, what foretoken reads back, and what it says.
+    Yields the format, after which the directory in `work` is named, what foretoken reads back, and what it says.
     """
     assert target.given is not None, "a head is given"
     for name in names:
@@ -220,8 +181,7 @@ def written_pickle(
 ) -> tuple[HeadCheckpoint, bool | None]:
     """Writes a head as the pickle that original code reads; made by hand where foretoken refuses to.
 
-    Returns:
-        What foretoken reads back, and whether it says that `reader` reads it: None for a pickle that it refuses.
+    Returns what foretoken reads back, and whether it says that `reader` reads it: None for a pickle that it refuses.
     """
     back, readers = written(name, head, target, directory, as_safetensors=is_refused)
     if not is_refused:
