@@ -1,4 +1,4 @@
-"""Plays a controller against a made or a recorded world, without a clock.
+"""Plays a controller against a made world, without a clock.
 
 It tells what the controller gains, and what it loses against plain decoding. A world says how long passes and drafts
 take, how often drafts are right, and what the controller is told of both. Every policy meets the same text: a draft
@@ -32,47 +32,20 @@ _APART = 1009  # positions between the beginnings of two sequences
 Curve = tuple[tuple[int, ...], tuple[float, ...]]  # widths, and seconds of a pass
 
 
-class Recording(NamedTuple):
-    """A drafter's drafts at every position of texts that the target wrote.
-
-    Attributes:
-        right: Levels of the draft after each position that the text followed; -1 where nothing was proposed.
-        scores: By position, the drafter's log-probability of the path down to each level; None without probabilities.
-    """
-
-    right: tuple[int, ...]
-    scores: tuple[tuple[float, ...], ...] | None = None
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulatedDrafter:
-    """A drafter of a world.
+    """A drafter of a world."""
 
-    Attributes:
-        recorded: What it drafted in a text, which begins again at its end; None to draw drafts by the rates.
-        rates: P(a drafted token is right | the tokens before it are), one for each kind of text, which take turns.
-        fades: Each level is right this many times as often as the level above.
-        stretch: Tokens of one kind of text.
-        hits: Share of positions at which it proposes anything.
-        level_s: Seconds of a level.
-        fixed_s: Seconds of a draft of any depth.
-        told: What it is told to take, divided by what it takes.
-        siblings: Tokens proposed at each level; the next level follows the first one.
-        spread: How much its probabilities tell: standard deviation of their log-odds. 0 for no probabilities.
-        deepest: Most levels.
-    """
-
-    recorded: Recording | None = None
-    rates: tuple[float, ...] = ()
-    fades: float = 0.97
-    stretch: int = 400
-    hits: float = 1.0
-    level_s: float = 0.05
-    fixed_s: float = 0.0
-    told: float = 1.0
-    siblings: int = 1
-    spread: float = 0.0
-    deepest: int = 8
+    rates: tuple[float, ...]  # P(a token is right | those before it are), one for each kind of text, which take turns
+    fades: float = 0.97  # each level is right this many times as often as the level above
+    stretch: int = 400  # tokens of one kind of text
+    hits: float = 1.0  # share of positions at which it proposes anything
+    level_s: float = 0.05  # seconds of a level
+    fixed_s: float = 0.0  # seconds of a draft of any depth
+    told: float = 1.0  # what it is told to take, divided by what it takes
+    siblings: int = 1  # tokens proposed at each level; the next level follows the first one
+    spread: float = 0.0  # what its probabilities tell: standard deviation of their log-odds; 0 for no probabilities
+    deepest: int = 8  # most levels
 
     @property
     def nodes_by_depth(self) -> list[int]:
@@ -92,33 +65,19 @@ class SimulatedDrafter:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class World:
-    """A target, its drafters and its requests.
+    """A target, its drafters and its requests."""
 
-    Attributes:
-        name: What is special about the world.
-        drafters: At least one.
-        curve: Seconds of passes by tokens.
-        told: The same as measured at load; None for `curve`.
-        host: Seconds of the host for an iteration, and for each emitted token.
-        noise: Standard deviation of the logarithm of all measured seconds.
-        slow: Share of iterations that take five times as long.
-        busy: Every second stretch of this many iterations takes three times as long; 0 for none.
-        batches: Numbers of sequences, which change every 150 tokens of a sequence.
-        arrivals: Mean number of sequences whose requests arrive by chance; 0 for `batches`.
-        answer: Tokens of a request's text, as the controller hears of it; 0 for one long text.
-    """
-
-    name: str
+    name: str  # what is special about the world
     drafters: Sequence[SimulatedDrafter]
-    curve: Curve
-    told: Curve | None = None
-    host: tuple[float, float] = (0.05, 0.01)
-    noise: float = 0.02
-    slow: float = 0.0
-    busy: int = 0
-    batches: Sequence[int] = (1,)
-    arrivals: float = 0.0
-    answer: int = 0
+    curve: Curve  # seconds of passes by tokens
+    told: Curve | None = None  # the same as measured at load; None for `curve`
+    host: tuple[float, float] = (0.05, 0.01)  # seconds of the host for an iteration, and for each emitted token
+    noise: float = 0.02  # standard deviation of the logarithm of all measured seconds
+    slow: float = 0.0  # share of iterations that take five times as long
+    busy: int = 0  # every second stretch of this many iterations takes three times as long
+    batches: Sequence[int] = (1,)  # numbers of sequences, which change every 150 tokens of a sequence
+    arrivals: float = 0.0  # mean number of sequences whose requests arrive by chance; 0 for `batches`
+    answer: int = 0  # tokens of a request's text, as the controller hears of it; 0 for one long text
 
     def cost(self) -> CostCurve:
         """Returns what a controller is told of passes."""
@@ -138,28 +97,17 @@ class World:
 
 
 class _Text(NamedTuple):
-    """One drafter's drafts, by the position at which they begin.
+    """One drafter's drafts, by the position at which they begin."""
 
-    Attributes:
-        right: Levels that are right; -1 where it proposes nothing.
-        ranks: Which sibling is right at the first level that is wrong; 0 for none.
-        scores: Log-probability of the path down to each level; None without probabilities.
-    """
-
-    right: Sequence[int]
-    ranks: Sequence[int]
-    scores: Sequence[Sequence[float]] | None
+    right: Sequence[int]  # levels that are right; -1 where it proposes nothing
+    ranks: Sequence[int]  # which sibling is right at the first level that is wrong; 0 for none
+    scores: Sequence[Sequence[float]] | None  # log-probability of the path down to each level
 
 
 @lru_cache(maxsize=256)
 def _text(drafter: _Key, seed: int) -> _Text:
     chance = random.Random(seed * 1000 + drafter.place)
     model = drafter.made
-    if model.recorded is not None:
-        its = model.recorded
-        around = [(place + seed * _APART) % len(its.right) for place in range(_LENGTH)]
-        written = None if its.scores is None else [its.scores[place] for place in around]
-        return _Text([its.right[place] for place in around], [0] * _LENGTH, written)
     right, ranks, scores = [], [], []
     for place in range(_LENGTH):
         rate = model.rates[place // model.stretch % len(model.rates)]
@@ -186,23 +134,14 @@ class _Key(NamedTuple):
 
 @dataclass(slots=True)
 class Played:
-    """What a policy did in a world.
+    """What a policy did in a world."""
 
-    Attributes:
-        tokens: Emitted per sequence, summed over iterations.
-        seconds: Of all iterations, on a quiet machine. Controllers observe the seconds of the noisy one.
-        early: Seconds until 64 tokens of a sequence were there.
-        least_share: Least speed beside plain decoding, from the beginning up to any iteration after the 200th.
-        asked: Share of iterations in which anybody was asked.
-        by_size: Tokens and seconds by number of sequences.
-    """
-
-    tokens: float = 0.0
-    seconds: float = 0.0
-    early: float = 0.0
-    least_share: float = 9.9
-    asked: float = 0.0
-    by_size: dict[int, list[float]] = field(default_factory=dict)
+    tokens: float = 0.0  # emitted per sequence, summed over iterations
+    seconds: float = 0.0  # of all iterations, on a quiet machine; controllers observe those of the noisy one
+    early: float = 0.0  # seconds until 64 tokens of a sequence were there
+    least_share: float = 9.9  # least speed beside plain decoding, up to any iteration after the 200th
+    asked: float = 0.0  # share of iterations in which anybody was asked
+    by_size: dict[int, list[float]] = field(default_factory=dict)  # tokens and seconds by number of sequences
 
     @property
     def rate(self) -> float:
@@ -344,24 +283,14 @@ class Simulator:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """A policy beside the best fixed setting, for one seed.
+    """A policy beside the best fixed setting, for one seed."""
 
-    Attributes:
-        share: Its speed divided by the speed of the best fixed setting.
-        early: The same for the first 64 tokens.
-        gain: Its speed divided by that of plain decoding.
-        best: Speed of the best fixed setting divided by that of plain decoding.
-        least_share: See `Played`.
-        setting: Depths of the best fixed setting, by drafter.
-        played: What it did.
-    """
-
-    share: float
-    early: float
-    gain: float
-    best: float
-    least_share: float
-    setting: Mapping[int, int]
+    share: float  # its speed divided by the speed of the best fixed setting
+    early: float  # the same for the first 64 tokens
+    gain: float  # its speed divided by that of plain decoding
+    best: float  # speed of the best fixed setting divided by that of plain decoding
+    least_share: float  # see `Played`
+    setting: Mapping[int, int]  # depths of the best fixed setting, by drafter
     played: Played
 
 

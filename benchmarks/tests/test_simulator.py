@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.simulator import Recording, SimulatedDrafter, Simulator, World, compare, controller_of, settings
+from benchmarks.simulator import SimulatedDrafter, Simulator, World, compare, controller_of, settings
 from benchmarks.worlds import WORLDS
 from foretoken.core.records import StepRecord
 from foretoken.drafting.acceptance import LevelAcceptance
@@ -123,18 +123,3 @@ def test_drafts_lose_no_more_than_the_bound() -> None:
     played = simulator.play(made, 4000)
     longest = 0.3 * 8
     assert 20 < played.seconds - played.tokens <= CREDIT + 2 * longest + 0.011 * 4000
-
-
-def test_a_recorded_drafter_drafts_what_it_drafted() -> None:
-    """Position by position, around the end of the record; with its scores, and nothing where it proposed nothing."""
-    recording = Recording((2, -1, 0, 1), ((-0.1, -0.3), (-99.0, -99.0), (-2.0, -3.0), (-0.2, -1.0)))
-    made = world(drafters=[SimulatedDrafter(recorded=recording, deepest=2)], noise=0.0)
-    played = Simulator(made, 0).fixed({0: 2}, 4 * 100)
-    # From position 0 three tokens lead to 3, two more to 1 and then one token each to 2 and 3.
-    assert played.tokens / played.seconds > Simulator(made, 0).fixed({}, 400).rate
-    text = Simulator(made, 0)._texts[0]
-    assert (text.right[:5], text.scores[3]) == ([2, -1, 0, 1, 2], (-0.2, -1.0))
-    policy = Depth(2)
-    assert Simulator(made, 0).play(policy, 400).tokens == pytest.approx(played.tokens)
-    accepted = [record.sequences[0].num_accepted for record in policy.records[:6]]
-    assert accepted == [2, 1, 0, 0, 1, 0]
