@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from foretoken.runner.costs import PassCosts
 
-HOST_S = 1e-3  # of an iteration on an accelerator: RESULTS, "A GPU (H100)"
+HOST_S = 1e-3  # of an iteration on an accelerator: RESULTS, "A GPU, H100"
 # Shares of the nominal bandwidth and arithmetic that passes reach: benchmarks/results/gpu-h100.json, a pass of one
 # token at context 8192 (77 % of 3.35 TB/s) and a large GEMM (80 % of 989 TFLOP/s).
 BANDWIDTH_SHARE, FLOPS_SHARE = 0.77, 0.8
