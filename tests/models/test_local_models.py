@@ -65,7 +65,7 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_models_are_found_where_other_programs_keep_them(machine: Path) -> None:
-    bundled = {f"{Path(__file__).parents[2]}/models/tinycode{each}" for each in ("", "-draft", "16k", "16k-draft")}
+    bundled = {f"{Path(__file__).parents[2]}/models/tinycode{each}" for each in ("", "-draft")}
     found = {each.name: each for each in local_models() if each.name != "smollm2"}
     blob, studio = machine / f"home/.ollama/models/blobs/{BLOB}", machine / "home/.lmstudio/models/maker/M-GGUF"
     expected = {
