@@ -7,16 +7,23 @@ import math
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from recipes.tinycode import checkpoint as checkpoints
-from recipes.tinycode.data import held_out_windows, load_stream
-from recipes.tinycode.evaluate import held_out_loss, loss_by_context
-from recipes.tinycode.model import TinyLlama, config_of
-from recipes.tinycode.train import teacher_path
+from recipes.tinycode.data import LONG_EVERY, held_out_windows
+from recipes.tinycode.model import CONFIGS, TinyLlama
+from recipes.tinycode.train import cross_entropy, teacher_path
 
-SHORT_WINDOWS = 64  # held-out windows of 512 tokens in the card
+CARD_TOKENS = 32_768
+
+
+@torch.no_grad()
+def held_out_loss(model: TinyLlama, windows: Tensor) -> float:
+    """Mean loss in nats per token of (n, T + 1) windows, float32."""
+    total = sum(float(cross_entropy(model(part[:, :-1]), part[:, 1:])) * len(part) for part in windows.split(8))
+    return total / len(windows)
 
 
 @torch.no_grad()
@@ -33,7 +40,7 @@ def agreement(target: TinyLlama, draft: TinyLlama, windows: Tensor) -> tuple[flo
         temperature 1), and the share of positions where both have the same most likely token.
     """
     overlap, same, count = 0.0, 0, 0
-    for part in windows[:, :-1].to(target.device).split(8):
+    for part in windows[:, :-1].split(8):
         target_probs, draft_probs = target(part).softmax(-1), draft(part).softmax(-1)
         overlap += float(torch.minimum(target_probs, draft_probs).sum())
         same += int((target_probs.argmax(-1) == draft_probs.argmax(-1)).sum())
@@ -41,12 +48,12 @@ def agreement(target: TinyLlama, draft: TinyLlama, windows: Tensor) -> tuple[flo
     return overlap / count, same / count
 
 
-def load_rounded(path: Path, model: str, device: str) -> TinyLlama:
+def load_rounded(path: Path, model: str) -> TinyLlama:
     """Load a checkpoint or an export with its weights rounded to bfloat16, as shipped, in float32 arithmetic."""
-    net = TinyLlama(config_of(path, model))
+    net = TinyLlama(CONFIGS[model])
     checkpoints.load_weights(path, net)
     net.load_state_dict({k: v.bfloat16().float() for k, v in net.state_dict().items()})
-    return net.to(device)
+    return net
 
 
 def read_log(run_dir: Path, name: str) -> list[dict[str, Any]]:
@@ -85,7 +92,7 @@ def curve_svg(points: list[tuple[str, int, float]]) -> str:
             *lines,
             f'<text x="{pad}" y="{pad - 12}" {text}>held-out loss (nats/token): {y_max:.2f} at the top, '
             f"{y_min:.2f} at the bottom</text>",
-            f'<text x="{pad}" y="{height - 16}" {text}>0 to {x_max / 1e6:.1f} M tokens; measured while training</text>',
+            f'<text x="{pad}" y="{height - 16}" {text}>0 to {x_max / 1e6:.1f} M tokens; orange: decay branch</text>',
             "</svg>",
             "",
         ]
@@ -95,34 +102,20 @@ def curve_svg(points: list[tuple[str, int, float]]) -> str:
 def bytes_per_token(run_dir: Path) -> float:
     """UTF-8 bytes of the held-out files divided by their tokens."""
     stats = json.loads((run_dir / "corpus_stats.json").read_text(encoding="utf-8"))
-    return stats["held_out_bytes"] / (len(load_stream(run_dir / "held_out.npy")) - stats["held_out_files"])
+    return stats["held_out_bytes"] / (len(np.load(run_dir / "held_out.npy")) - stats["held_out_files"])
 
 
-def write_card(
-    run_dir: Path,
-    checkpoint: str,
-    model: str,
-    out: Path,
-    progress: dict[str, Any],
-    *,
-    old: TinyLlama | None,
-    long_windows: int,
-    device: str,
-) -> None:
-    """Write `README.md` and `loss.svg` into `out`, and print the figures that go into the card.
-
-    `old` is the export that this one replaces: its loss on the same windows goes into the card.
-    `long_windows` held-out windows of the whole context show what far context is worth.
-    """
-    net = load_rounded(run_dir / f"{checkpoint}.pt", model, device)
-    config = net.config
-    stream = load_stream(run_dir / "held_out.npy")
-    windows = held_out_windows(stream, SHORT_WINDOWS, 512)
-    loss = held_out_loss(net, windows)
-    context = loss_by_context(net, stream, config.max_position_embeddings, long_windows)
+def write_card(run_dir: Path, checkpoint: str, model: str, out: Path, progress: dict[str, Any]) -> None:
+    """Write `README.md` and `loss.svg` into `out`, and print the figures that go into the card."""
+    config = CONFIGS[model]
+    net = load_rounded(run_dir / f"{checkpoint}.pt", model)
+    stream = np.load(run_dir / "held_out.npy")
+    losses = {n: held_out_loss(net, held_out_windows(stream, CARD_TOKENS // n, n)) for n in (256, 512, 1024)}
+    loss = losses[512]
     per_byte = loss / math.log(2) / bytes_per_token(run_dir)
     stats = json.loads((run_dir / "corpus_stats.json").read_text(encoding="utf-8"))
-    points = curve_points(run_dir, [checkpoint])
+    names = [model, checkpoint] if checkpoint != model else [model]
+    points = curve_points(run_dir, names)
     if points:
         (out / "loss.svg").write_text(curve_svg(points), encoding="utf-8")
     shown = points[:: max(1, len(points) // 10)]
@@ -135,16 +128,16 @@ def write_card(
         "parameters_m": f"{sum(p.numel() for p in net.parameters()) / 1e6:.2f}",
         "tokens_m": f"{progress['tokens'] / 1e6:.1f}",
         "steps": progress["step"],
-        "minutes": f"{progress['seconds'] / 60:.1f}",
+        "minutes": f"{progress['seconds'] / 60:.0f}",
         "loss": f"{loss:.3f}",
         "perplexity": f"{math.exp(loss):.2f}",
         "bits": f"{per_byte:.3f}",
-        "by_window": "; ".join(f"{n} tokens: {value:.3f}" for n, value in context["by_window"].items()),
-        "by_position": "; ".join(f"to {end}: {value:.3f}" for end, value in context["by_position"].items()),
+        "loss_256": f"{losses[256]:.3f}",
+        "loss_1024": f"{losses[1024]:.3f}",
         "bytes_per_token": f"{bytes_per_token(run_dir):.2f}",
         "train_files": stats["train_files"],
         "train_mb": f"{stats['train_bytes'] / 1e6:.0f}",
-        "train_tokens_m": f"{len(load_stream(run_dir / 'train.npy')) / 1e6:.1f}",
+        "train_tokens_m": f"{len(np.load(run_dir / 'train.npy', mmap_mode='r')) / 1e6:.1f}",
         "held_files": stats["held_out_files"],
         "groups": ", ".join(f"{g} {n / 1e6:.1f}" for g, n in list(stats["characters_by_group"].items())[:12]),
         "n_groups": len(stats["characters_by_group"]),
@@ -152,30 +145,35 @@ def write_card(
         "skipped_licence": stats["counts"].get("packages_skipped_licence", 0),
         "curve": "\n".join(f"| {phase} | {tokens / 1e6:.2f} | {value:.3f} |" for phase, tokens, value in shown),
         **meta,
-        "card_windows": long_windows,
-        "windows": " and ".join(map(str, meta["windows"])),
-        "long_windows": ", ".join(map(str, meta["long_windows"])),
-        "init_option": f"--init {meta['init']} " if meta["init"] else "",
-        "begun": f"the weights of {meta['init']}" if meta["init"] else "random weights",
-        "before": "none",
+        "long_every": LONG_EVERY,
+        "stable_steps": progress["decay_start"] or progress["step"],
     }
-    target = load_rounded(teacher_path(run_dir, meta["teacher"]), "target", device) if model == "draft" else None
-    if old:
-        old_loss = held_out_loss(old, windows)
-        values["before"] = f"{old_loss:.3f} nats, perplexity {math.exp(old_loss):.2f}"
-        if target:
-            values["before"] += f"; {agrees(target, old, windows)}"
-    if target:
-        values["agreement"] = agrees(target, net, windows)
+    if model == "draft":
+        values |= draft_values(run_dir, meta, net, stream)
     template = (Path(__file__).parent / f"card_{model}.md").read_text(encoding="utf-8")
     (out / "README.md").write_text(template.format(**values), encoding="utf-8")
-    names = (
-        "tokens_m", "steps", "minutes", "loss", "perplexity", "bits", "by_window", "by_position", "agreement", "before"
-    )  # fmt: skip
+    names = ("tokens_m", "steps", "minutes", "loss", "perplexity", "bits", "agreement")
     print(json.dumps({name: values[name] for name in names if name in values}))
 
 
-def agrees(target: TinyLlama, draft: TinyLlama, windows: Tensor) -> str:
-    """Say how far a draft model agrees with the target."""
-    alpha, same = agreement(target, draft, windows)
-    return f"sum min(p, q) {alpha:.3f} a position at temperature 1; same argmax {same:.3f}"
+def draft_values(run_dir: Path, meta: dict[str, Any], draft: TinyLlama, stream: np.ndarray) -> dict[str, str]:
+    """What only the card of a draft model says: what it was distilled from, went on from, and agrees with."""
+    windows = held_out_windows(stream, 32, 512)
+    target = load_rounded(teacher_path(run_dir, meta["teacher"]), "target")
+
+    def agrees(model: TinyLlama) -> str:
+        alpha, same = agreement(target, model, windows)
+        return f"sum min(p, q) {alpha:.3f} a position at temperature 1; same argmax {same:.3f}"
+
+    distilled = f"--teacher {meta['teacher']} --kl-weight {meta['kl_weight']} --lr {meta['lr']} --seed {meta['seed']} "
+    if meta["init"] is None:
+        stable, before = "", "none"
+        phases = f"Stable phase on cross-entropy; objective of the\ndecay phase: {meta['objective']}."
+    else:
+        distilled = f"--init {meta['init']} {distilled}"
+        old = load_rounded(Path(meta["init"]), "draft")
+        loss = held_out_loss(old, held_out_windows(stream, CARD_TOKENS // 512, 512))
+        stable, before = distilled, f"{loss:.3f} nats, perplexity {math.exp(loss):.2f}; {agrees(old)}"
+        phases = f"It went on from the version before; objective of\nboth phases: {meta['objective']}."
+    options = {"stable_options": stable, "decay_options": distilled, "phases": phases, "before": before}
+    return {"agreement": agrees(draft), **options}

@@ -32,9 +32,5 @@ def load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None =
 def load_weights(path: Path, model: nn.Module) -> None:
     """Restore the weights alone (strictly), from a checkpoint or from an exported model's directory."""
     exported = path.is_dir()
-    state = (
-        load_file(path / "model.safetensors")
-        if exported
-        else torch.load(path, map_location="cpu", weights_only=True)["model"]
-    )
+    state = load_file(path / "model.safetensors") if exported else torch.load(path, weights_only=True)["model"]
     model.load_state_dict(state)

@@ -3,9 +3,7 @@
 Knows files, licences and duplicates; knows nothing of tokens or models. Writes to the run directory:
 `train.jsonl` and `held_out.jsonl` (one `{"path", "text"}` a line) and `corpus_stats.json`.
 
-Packages are shuffled, and the files of one package stand in path order, so that a long window holds related files.
-
-    python -m recipes.tinycode.corpus --run-dir DIR [--extra-root PREFIX ...] [--site DIR ...]
+    python -m recipes.tinycode.corpus --run-dir DIR [--extra-root PREFIX ...]
 """
 
 from __future__ import annotations
@@ -28,10 +26,10 @@ if TYPE_CHECKING:
 
 HELD_OUT_PER_MILLE = 10  # share of relative paths that training never sees
 TEST_KEEP_PERCENT = 35  # share of test files kept: they are half of all bytes and say little about library code
+PACKAGE_CAP_BYTES = 12_000_000  # no single package may dominate
 MIN_BYTES, MAX_BYTES = 200, 400_000
 SEEN_LINES_LIMIT = 0.8  # a file with more of its lines already seen is a near-duplicate
 HELD_OUT_OVERLAP_LIMIT = 0.5  # a training file sharing more of its lines with one held-out file is dropped
-HELD_OUT_LIST = Path(__file__).parent / "held_out.txt"
 EOS_TEXT = "<|endoftext|>"
 
 
@@ -92,11 +90,11 @@ def stdlib_dirs(prefixes: list[Path]) -> list[Path]:
     return sorted(found, key=lambda p: int(p.name.split(".")[-1]), reverse=True)
 
 
-def candidates(prefixes: list[Path], sites: list[Path], stats: Counter[str]) -> Iterator[tuple[str, str, Path]]:
+def candidates(prefixes: list[Path], stats: Counter[str]) -> Iterator[tuple[str, str, Path]]:
     """Yield (group, relative path, file) for all packages, then all standard libraries, newest first."""
     dirs = stdlib_dirs(prefixes)
-    installed = {Path(sysconfig.get_path("purelib")).resolve()} | {d / "site-packages" for d in dirs}
-    for site in [*sorted(installed, key=str, reverse=True), *sites]:
+    sites = {Path(sysconfig.get_path("purelib")).resolve()} | {d / "site-packages" for d in dirs}
+    for site in sorted(sites, key=str, reverse=True):
         for package, files in sorted(permissive_packages(site, stats).items()):
             named = sorted(((f.relative_to(site).as_posix(), f) for f in files), key=lambda item: path_hash(item[0]))
             yield from ((package, relative, f) for relative, f in named)
@@ -126,59 +124,21 @@ def drop_near_held_out(train: dict[str, str], held: dict[str, str]) -> list[str]
     return dropped
 
 
-def fit(train: dict[str, str], groups: dict[str, str], limit: int) -> dict[str, str]:
-    """Keep at most `limit` characters: the standard library, and of each package the same number at most.
-
-    A package that is cut keeps whole directories, in the order of their hashes, so that related files stay together.
-    """
-    sizes = Counter[str]()
-    for path, text in train.items():
-        sizes[groups[path]] += len(text)
-    room, left = limit - sizes.pop("stdlib", 0), len(sizes)
-    cap = 0
-    for size in sorted(sizes.values()):  # the smaller packages fit whole; the others share what is left
-        cap = room // left
-        if size > cap:
-            break
-        room, left, cap = room - size, left - 1, size
-    taken = Counter[str]()
-    kept = set()
-    for path in sorted(train, key=lambda path: (path_hash(path.rpartition("/")[0]), path)):
-        group, size = groups[path], len(train[path])
-        if group == "stdlib" or taken[group] + size <= cap:
-            taken[group] += size
-            kept.add(path)
-    return {path: text for path, text in train.items() if path in kept}
-
-
-def in_package_order(part: dict[str, str], groups: dict[str, str]) -> dict[str, str]:
-    """Order {path: text} by the hash of each path's group, then by path, so that a package stays together."""
-    return dict(sorted(part.items(), key=lambda item: (path_hash(groups[item[0]]), item[0])))
-
-
-def gather(
-    prefixes: list[Path], sites: list[Path], package_cap: int, limit: int
-) -> tuple[dict[str, str], dict[str, str], dict[str, object]]:
+def gather(prefixes: list[Path]) -> tuple[dict[str, str], dict[str, str], dict[str, object]]:
     """Collect the corpus.
 
     Args:
         prefixes: further Python installation prefixes (directories holding `lib/python3.x`).
-        sites: further site-packages directories, such as one of unpacked wheels.
-        package_cap: characters taken of one package at most, so that none dominates.
-        limit: characters of all training files at most (`fit`).
 
     Returns:
-        Training files and held-out files, each {relative path: text} with packages in hash-shuffled order and the files
-        of a package in path order, and statistics.
+        Training files and held-out files, each {relative path: text} in hash-shuffled order, and statistics.
     """
     stats: Counter[str] = Counter()
     group_bytes: Counter[str] = Counter()
-    groups: dict[str, str] = {}
     train: dict[str, str] = {}
     held: dict[str, str] = {}
     seen_lines: set[int] = set()
-    listed = set(HELD_OUT_LIST.read_text(encoding="utf-8").split())  # the benchmarks' prompts come from these
-    for group, relative, file in candidates(prefixes, sites, stats):
+    for group, relative, file in candidates(prefixes, stats):
         stats["files_found"] += 1
         held_out = is_held_out(relative)
         if not held_out and is_test(relative) and path_hash(relative, "test:") % 100 >= TEST_KEEP_PERCENT:
@@ -188,9 +148,6 @@ def gather(
         if text is None:
             stats["skipped_undecodable"] += 1
             continue
-        if group_bytes[group] + len(text) > package_cap and group != "stdlib" and relative not in listed:
-            stats["skipped_package_cap"] += 1
-            continue
         if reason := junk_reason(text):
             stats[f"skipped_{reason}"] += 1
             continue
@@ -198,18 +155,15 @@ def gather(
         if relative in held or not lines or len(lines & seen_lines) > SEEN_LINES_LIMIT * len(lines):
             stats["skipped_duplicate"] += 1
             continue
+        if group_bytes[group] + len(text) > PACKAGE_CAP_BYTES and group != "stdlib":
+            stats["skipped_package_cap"] += 1
+            continue
         seen_lines |= lines
         group_bytes[group] += len(text)
         key = relative if relative not in train else f"{relative}@{stats['files_found']}"
-        groups[key] = group
         (held if held_out else train)[key] = text
     stats["skipped_near_held_out"] = len(drop_near_held_out(train, held))
-    fitting = fit(train, groups, limit)
-    stats["skipped_limit"] = len(train) - len(fitting)
-    train, held = in_package_order(fitting, groups), in_package_order(held, groups)
-    characters = Counter[str]()
-    for path, text in train.items():
-        characters[groups[path]] += len(text)
+    shuffled = [dict(sorted(part.items(), key=lambda kv: path_hash(kv[0]))) for part in (train, held)]
     summary = {
         "train_files": len(train),
         "train_bytes": sum(len(t.encode()) for t in train.values()),
@@ -217,9 +171,9 @@ def gather(
         "held_out_bytes": sum(len(t.encode()) for t in held.values()),
         "stdlib_versions": [p.name.removeprefix("python") for p in stdlib_dirs(prefixes)],
         "counts": dict(sorted(stats.items())),
-        "characters_by_group": dict(characters.most_common()),
+        "characters_by_group": dict(group_bytes.most_common()),
     }
-    return train, held, summary
+    return shuffled[0], shuffled[1], summary
 
 
 def main() -> None:
@@ -227,19 +181,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--run-dir", type=Path, default=default_run_dir())
     parser.add_argument("--extra-root", type=Path, action="append", default=[], help="another installation prefix")
-    parser.add_argument("--site", type=Path, action="append", default=[], help="another site-packages directory")
-    parser.add_argument("--package-cap-mb", type=float, default=12.0, help="millions of characters of one package")
-    parser.add_argument("--max-mb", type=float, default=1000.0, help="millions of characters of all training files")
     args = parser.parse_args()
     args.run_dir.mkdir(parents=True, exist_ok=True)
-    train, held, summary = gather(
-        [Path(sys.prefix), *args.extra_root], args.site, int(args.package_cap_mb * 1e6), int(args.max_mb * 1e6)
-    )
+    train, held, summary = gather([Path(sys.prefix), *args.extra_root])
     for name, part in (("train", train), ("held_out", held)):
         with (args.run_dir / f"{name}.jsonl").open("w", encoding="utf-8") as out:
             out.writelines(json.dumps({"path": p, "text": t}) + "\n" for p, t in part.items())
     (args.run_dir / "corpus_stats.json").write_text(json.dumps(summary, indent=1), encoding="utf-8")
-    listed = {*held, *HELD_OUT_LIST.read_text(encoding="utf-8").split()}  # a file once listed stays held out
+    before = (Path(__file__).parent / "held_out.txt").read_text(encoding="utf-8").split()
+    listed = {*held, *before}  # a file once listed stays held out
     (args.run_dir / "held_out.txt").write_text("\n".join(sorted(listed)) + "\n", encoding="utf-8")
     print(json.dumps(summary, indent=1))
 

@@ -1,4 +1,7 @@
-"""Training batches as a pure function of (seed, step, window length): nothing to save, any step can be recomputed."""
+"""Training batches as a pure function of (seed, step): nothing to save, any step can be recomputed.
+
+One step in `LONG_EVERY` uses windows of the full context length, the others short ones, at equal tokens a step.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +12,9 @@ import numpy as np
 import torch
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from torch import Tensor
+
+LONG_EVERY = 8
 
 
 @dataclass(slots=True, kw_only=True)
@@ -19,46 +22,41 @@ class Batches:
     """Random windows without replacement within an epoch; each epoch shifts the window grid.
 
     Attributes:
-        stream: (tokens,) int16 on the device of the model, documents packed with `<|endoftext|>` between.
-        tokens_per_step: tokens of each batch, a multiple of every window length.
+        stream: (tokens,) uint16, documents packed with `<|endoftext|>` between.
+        tokens_per_step: tokens of each batch, a multiple of `long_len`.
+        short_len, long_len: window lengths in tokens.
         seed: fixes the order of all windows.
     """
 
-    stream: Tensor
+    stream: np.ndarray
     tokens_per_step: int
+    short_len: int = 256
+    long_len: int = 1024
     seed: int = 0
     _orders: dict[int, tuple[int, int, np.ndarray]] = field(default_factory=dict)
 
-    def starts(self, step: int, length: int) -> np.ndarray:
-        """Return where the windows of this step begin in the stream: (B,) int64.
-
-        Step n takes the n-th group of windows of this length, so the steps of a run never share a window of one length
-        within an epoch, whatever the lengths of the steps between.
-        """
+    def _window(self, length: int, index: int) -> np.ndarray:
+        """Return the `index`-th window of this length: (length + 1,) token ids."""
         count = len(self.stream) // length - 2
+        epoch, position = divmod(index, count)
+        if length not in self._orders or self._orders[length][0] != epoch:
+            rng = np.random.default_rng((self.seed, length, epoch))
+            self._orders[length] = (epoch, int(rng.integers(length)), rng.permutation(count))
+        _, offset, order = self._orders[length]
+        start = int(order[position]) * length + offset
+        return self.stream[start : start + length + 1]
+
+    def batch(self, step: int) -> Tensor:
+        """Return the batch of this step: (B, T + 1) int64; columns 1.. are the labels of columns ..T."""
+        is_long = step % LONG_EVERY == LONG_EVERY - 1
+        length = self.long_len if is_long else self.short_len
+        kind_step = step // LONG_EVERY if is_long else step - step // LONG_EVERY
         size = self.tokens_per_step // length
-        starts = []
-        for index in range(step * size, (step + 1) * size):
-            epoch, position = divmod(index, count)
-            if length not in self._orders or self._orders[length][0] != epoch:
-                rng = np.random.default_rng((self.seed, length, epoch))
-                self._orders[length] = (epoch, int(rng.integers(length)), rng.permutation(count))
-            _, offset, order = self._orders[length]
-            starts.append(int(order[position]) * length + offset)
-        return np.array(starts)
-
-    def batch(self, step: int, length: int) -> Tensor:
-        """Return the batch of this step: (B, length + 1) int64; columns 1.. are the labels of the columns before."""
-        starts = torch.from_numpy(self.starts(step, length)).to(self.stream.device, non_blocking=True)
-        return self.stream[starts[:, None] + torch.arange(length + 1, device=starts.device)].long()
+        rows = [self._window(length, kind_step * size + row) for row in range(size)]
+        return torch.from_numpy(np.stack(rows).astype(np.int64))
 
 
-def load_stream(path: Path) -> Tensor:
-    """Map a token file of `recipes.tinycode.tokenizer` into memory: (tokens,) int16, not to be written to."""
-    return torch.from_numpy(np.load(path, mmap_mode="c").view(np.int16))
-
-
-def held_out_windows(stream: Tensor, count: int, length: int) -> Tensor:
+def held_out_windows(stream: np.ndarray, count: int, length: int) -> Tensor:
     """Return `count` evenly spread windows of the held-out stream: (count, length + 1) int64."""
     starts = np.linspace(0, len(stream) - length - 1, count).astype(int)
-    return torch.stack([stream[s : s + length + 1] for s in starts]).long()
+    return torch.from_numpy(np.stack([stream[s : s + length + 1] for s in starts]).astype(np.int64))

@@ -1,6 +1,6 @@
 """Export a checkpoint as a Hugging Face directory: config, bfloat16 weights, tokenizer, generation config, card.
 
-python -m recipes.tinycode.export --run-dir DIR --checkpoint target --out models/tinycode
+python -m recipes.tinycode.export --run-dir DIR --checkpoint target-decay --out models/tinycode
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LlamaConfig
 
-from recipes.tinycode.card import load_rounded, write_card
+from recipes.tinycode.card import write_card
 from recipes.tinycode.model import CONFIGS, ModelConfig
 from recipes.tinycode.paths import default_run_dir
 
@@ -89,24 +89,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--run-dir", type=Path, default=default_run_dir())
     parser.add_argument("--model", choices=sorted(CONFIGS), default="target")
-    parser.add_argument("--checkpoint", help="checkpoint name; default: the model")
+    parser.add_argument("--checkpoint", default="target-decay")
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--before", type=Path, help="the export that this one replaces, for its card; default: --out")
-    parser.add_argument("--device", default="cpu", help="where the losses of the card are computed")
-    parser.add_argument(
-        "--long-windows", type=int, default=16, help="held-out windows of the whole context in the card"
-    )
     args = parser.parse_args()
-    name = args.checkpoint or args.model
-    before = args.before or args.out
-    old = load_rounded(before, args.model, args.device) if (before / "model.safetensors").exists() else None
-    progress = export(args.run_dir, name, args.model, args.out)
+    progress = export(args.run_dir, args.checkpoint, args.model, args.out)
     text = json.loads((args.run_dir / "held_out.jsonl").read_text(encoding="utf-8").split("\n", 1)[0])["text"]
     prompt = text[: text.index("\n", 500)]
     print(f"{prompt[-300:]}\n----- continues -----\n{check(args.out, prompt)}")
-    write_card(
-        args.run_dir, name, args.model, args.out, progress, old=old, long_windows=args.long_windows, device=args.device
-    )
+    write_card(args.run_dir, args.checkpoint, args.model, args.out, progress)
     if args.model == "target":  # whose held-out files the repository lists
         shutil.copyfile(args.run_dir / "held_out.txt", Path(__file__).parent / "held_out.txt")
 

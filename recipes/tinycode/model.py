@@ -1,20 +1,15 @@
 """A minimal Llama for training: parameter names and mathematics of Hugging Face `LlamaForCausalLM`, nothing else.
 
-Kept apart from `transformers` so that `torch.compile` sees one layer, the same for all layers; a test compares both.
+Kept apart from `transformers` so that one `torch.compile` graph holds the whole step; a test compares both.
 """
 
 from __future__ import annotations
 
-import json
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 QUERY_BLOCK = 256  # queries whose attention scores are held at once
 
@@ -29,20 +24,14 @@ class ModelConfig:
     num_attention_heads: int
     num_key_value_heads: int
     vocab_size: int = 6144
-    max_position_embeddings: int = 16_384
-    rope_theta: float = 500_000.0  # 16,384 positions need about 3e5 (Men et al. 2024, arXiv 2405.14591)
+    max_position_embeddings: int = 1024
+    rope_theta: float = 10000.0
     rms_norm_eps: float = 1e-6
 
     @property
     def head_dim(self) -> int:
         """Size of one attention head."""
         return self.hidden_size // self.num_attention_heads
-
-    def flops_per_token(self, length: int) -> float:
-        """Floating-point operations of training on one token, forward and backward, in causal windows of `length`."""
-        d, kv = self.hidden_size, self.num_key_value_heads * self.head_dim
-        layer = 2 * d * d + 2 * d * kv + 3 * d * self.intermediate_size + length * d
-        return 6.0 * (self.num_hidden_layers * layer + self.vocab_size * d)
 
 
 CONFIGS = {
@@ -53,15 +42,6 @@ CONFIGS = {
         num_hidden_layers=2, hidden_size=160, intermediate_size=480, num_attention_heads=5, num_key_value_heads=5
     ),
 }
-
-
-def config_of(path: Path, model: str) -> ModelConfig:
-    """Return the sizes of `model`, with context and rope theta of the export at `path` if it is a directory."""
-    if not path.is_dir():
-        return CONFIGS[model]
-    exported = json.loads((path / "config.json").read_text(encoding="utf-8"))
-    theta = exported["rope_parameters"]["rope_theta"]
-    return replace(CONFIGS[model], max_position_embeddings=exported["max_position_embeddings"], rope_theta=float(theta))
 
 
 class RMSNorm(nn.Module):
@@ -85,12 +65,10 @@ def rotate_half(x: Tensor) -> Tensor:
 
 
 def causal_attention(q_BHTDh: Tensor, k_BHTDh: Tensor, v_BHTDh: Tensor) -> Tensor:
-    """Causal attention (B, H, T, Dh): torch's flash kernel on a GPU, written out in blocks of queries on a CPU.
+    """Causal attention (B, H, T, Dh), written out in blocks of queries.
 
     torch's flash kernel for CPU took 43% of a training step at T = 256 and Dh = 32; this form, compiled, 20%.
     """
-    if q_BHTDh.is_cuda:
-        return functional.scaled_dot_product_attention(q_BHTDh, k_BHTDh, v_BHTDh, is_causal=True)
     T, Dh = q_BHTDh.shape[2:]
     block = min(T, QUERY_BLOCK)
     mask = torch.ones(block, block, dtype=torch.bool, device=q_BHTDh.device).triu(1)
@@ -160,11 +138,6 @@ class Block(nn.Module):
         return x_BTD + self.mlp(self.post_attention_layernorm(x_BTD))
 
 
-def run_layer(layer: Block, x_BTD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Run one layer; a function of its own so that one compiled graph serves all layers."""
-    return layer(x_BTD, cos, sin)
-
-
 class Backbone(nn.Module):
     """Embedding, layers and final norm; the `model.` part of the Hugging Face names."""
 
@@ -182,7 +155,6 @@ class TinyLlama(nn.Module):
         super().__init__()
         self.config = config
         self.model = Backbone(config)
-        self.run_layer = run_layer
         inv_freq = config.rope_theta ** -(torch.arange(0, config.head_dim, 2).float() / config.head_dim)
         angles = torch.outer(torch.arange(config.max_position_embeddings).float(), inv_freq).repeat(1, 2)
         self.register_buffer("cos", angles.cos(), persistent=False)
@@ -197,28 +169,11 @@ class TinyLlama(nn.Module):
                 with torch.no_grad():
                     p.normal_(0.0, std, generator=generator)
 
-    @property
-    def device(self) -> torch.device:
-        """Where the weights lie."""
-        return self.model.norm.weight.device
-
-    def compile_layers(self) -> None:
-        """Compile the layers: one graph for each window length, shared by all layers."""
-        self.run_layer = torch.compile(run_layer, dynamic=False)
-
-    def hidden(self, ids_BT: Tensor) -> Tensor:
-        """Return the states (B, T, D) behind the last layer, before the final norm, for token ids (B, T)."""
+    def forward(self, ids_BT: Tensor) -> Tensor:
+        """Return logits (B, T, V) for token ids (B, T) int64."""
         T = ids_BT.shape[1]
         x = self.model.embed_tokens(ids_BT)
         cos, sin = self.cos[:T], self.sin[:T]
         for layer in self.model.layers:
-            x = self.run_layer(layer, x, cos, sin)
-        return x
-
-    def logits(self, x_BTD: Tensor) -> Tensor:
-        """Return logits (B, T, V) for the states that `hidden` returns."""
-        return functional.linear(self.model.norm(x_BTD), self.model.embed_tokens.weight)
-
-    def forward(self, ids_BT: Tensor) -> Tensor:
-        """Return logits (B, T, V) for token ids (B, T) int64."""
-        return self.logits(self.hidden(ids_BT))
+            x = layer(x, cos, sin)
+        return functional.linear(self.model.norm(x), self.model.embed_tokens.weight)

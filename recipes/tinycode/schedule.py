@@ -1,4 +1,4 @@
-"""Warm-up by step, then stable, then decay by the share of the run that is done."""
+"""Warm-up, stable, decay: a run that can be stopped at any time and shipped by a short decay branch."""
 
 from __future__ import annotations
 
@@ -7,25 +7,23 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Schedule:
-    """Learning rate of a run whose length is known in steps or in seconds.
+    """Learning rate by step.
 
     Attributes:
         peak: learning rate of the stable phase.
         warmup_steps: linear warm-up from 0.
-        decay_share: last share of the run, in which the rate falls as 1 - sqrt(progress) to 0
-            (Haegele et al. 2024, arXiv 2405.18392).
+        decay_start, decay_steps: the branch falls as 1 - sqrt(progress) to 0; `decay_steps == 0` stays stable.
     """
 
     peak: float
     warmup_steps: int
-    decay_share: float = 1 / 3
+    decay_start: int = 0
+    decay_steps: int = 0
 
-    def decaying(self, done: float) -> bool:
-        """Say whether the rate falls after this share of the run."""
-        return done >= 1 - self.decay_share
-
-    def lr(self, step: int, done: float) -> float:
-        """Return the learning rate of 0-based step `step`, before which the share `done` of the run has passed."""
+    def lr(self, step: int) -> float:
+        """Return the learning rate of 0-based step `step`."""
         rate = self.peak * min(1.0, (step + 1) / self.warmup_steps)
-        progress = min(1.0, (done - 1) / self.decay_share + 1)
-        return rate * (1.0 - progress**0.5) if progress > 0 else rate
+        if self.decay_steps and step >= self.decay_start:
+            progress = min(1.0, (step - self.decay_start) / self.decay_steps)
+            rate *= 1.0 - progress**0.5
+        return rate

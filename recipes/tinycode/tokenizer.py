@@ -6,17 +6,13 @@ prompts are encoded raw. `<|endoftext|>` (bos, eos and pad) separates documents,
 one; training windows begin anywhere, so a prompt may begin with or without it.
 
     python -m recipes.tinycode.tokenizer --run-dir DIR
-    python -m recipes.tinycode.tokenizer --tokenizer models/tinycode --processes 16   # encode with one there is already
+    python -m recipes.tinycode.tokenizer --tokenizer models/tinycode    # encode with a tokenizer there is already
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
-import shutil
-from concurrent.futures import ProcessPoolExecutor
-from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -34,7 +30,7 @@ EOS = "<|endoftext|>"
 SPECIAL_TOKENS = [EOS, *(f"<|reserved_{i}|>" for i in range(7))]
 PATTERN = r"[\r\n]+| {2,}|\t+|[^\r\n\t\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+|\s+"
 SAMPLE_BYTES = 40_000_000
-MAX_LENGTH = 16_384
+MAX_LENGTH = 1024
 
 
 def train_tokenizer(texts: Iterator[str]) -> Tokenizer:
@@ -79,29 +75,31 @@ def read_texts(path: Path) -> Iterator[str]:
             yield json.loads(line)["text"]
 
 
-def encode_part(tokenizer_file: Path, path: Path, start: int, stop: int) -> np.ndarray:
-    """Encode the documents whose line in `path` begins in bytes [start, stop): uint16, each behind an `EOS`."""
-    tokenizer = Tokenizer.from_file(str(tokenizer_file))
+def limited(texts: Iterator[str], limit: int) -> Iterator[str]:
+    """Yield texts until `limit` characters have gone by."""
+    for text in texts:
+        yield text
+        limit -= len(text)
+        if limit <= 0:
+            return
+
+
+def encode(tokenizer: Tokenizer, texts: Iterator[str]) -> np.ndarray:
+    """Encode documents into one uint16 stream in which each document follows an `<|endoftext|>`."""
     eos = tokenizer.token_to_id(EOS)
-    parts = [np.zeros(0, dtype=np.uint16)]
-    with path.open("rb") as file:
-        if start:
-            file.seek(start - 1)
-            file.readline()
-        while file.tell() < stop:
-            ids = tokenizer.encode_batch_fast([json.loads(file.readline())["text"]])[0].ids
-            parts.append(np.array([eos, *ids], dtype=np.uint16))
-    return np.concatenate(parts)
+    parts: list[np.ndarray] = []
+    batch: list[str] = []
 
+    def flush() -> None:
+        parts.extend(np.array([eos, *e.ids], dtype=np.uint16) for e in tokenizer.encode_batch(batch))
+        batch.clear()
 
-def encode(tokenizer_file: Path, path: Path, processes: int = 1) -> np.ndarray:
-    """Encode a corpus file into one uint16 stream in which each document follows an `EOS`, and one ends it."""
-    bounds = np.linspace(0, path.stat().st_size, 4 * processes + 1).astype(int).tolist()
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes share the cores already
-    with ProcessPoolExecutor(processes) as pool:
-        count = len(bounds) - 1
-        parts = list(pool.map(encode_part, [tokenizer_file] * count, [path] * count, bounds[:-1], bounds[1:]))
-    return np.concatenate([*parts, parts[0][:1]])
+    for text in texts:
+        batch.append(text)
+        if len(batch) == 256:
+            flush()
+    flush()
+    return np.concatenate([*parts, np.array([eos], dtype=np.uint16)])
 
 
 def main() -> None:
@@ -109,19 +107,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--run-dir", type=Path, default=default_run_dir())
     parser.add_argument("--tokenizer", type=Path, help="model directory whose tokenizer encodes, instead of a new one")
-    parser.add_argument("--processes", type=int, default=1)
     args = parser.parse_args()
-    train, file = args.run_dir / "train.jsonl", args.run_dir / "tokenizer" / "tokenizer.json"
     if args.tokenizer:
         tokenizer = Tokenizer.from_file(str(args.tokenizer / "tokenizer.json"))
     else:
-        every = max(1, train.stat().st_size // SAMPLE_BYTES)  # a sample of all packages
-        tokenizer = train_tokenizer(islice(read_texts(train), 0, None, every))
-    wrap(tokenizer).save_pretrained(file.parent)
-    if args.tokenizer:
-        shutil.copyfile(args.tokenizer / "tokenizer.json", file)  # the same to the byte
+        tokenizer = train_tokenizer(limited(read_texts(args.run_dir / "train.jsonl"), SAMPLE_BYTES))
+    wrap(tokenizer).save_pretrained(args.run_dir / "tokenizer")
     for name in ("train", "held_out"):
-        stream = encode(file, args.run_dir / f"{name}.jsonl", args.processes)
+        stream = encode(tokenizer, read_texts(args.run_dir / f"{name}.jsonl"))
         np.save(args.run_dir / f"{name}.npy", stream)
         print(f"{name}: {len(stream)} tokens")
 

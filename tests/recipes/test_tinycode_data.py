@@ -10,10 +10,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from foretoken.bench.workload import load_prompts
 from recipes.tinycode import corpus
 from recipes.tinycode.licences import PERMISSIVE, RESTRICTIVE, has_restrictive_header
-from recipes.tinycode.long_prompts import Cutter
 from recipes.tinycode.prompts import prompts_of
-from recipes.tinycode.tokenizer import EOS, encode
-from recipes.tinycode.workload_prompts import MODEL, edits_of, prose_of
+from recipes.tinycode.workload_prompts import edits_of, prose_of
 
 ROOT = Path(__file__).parents[2]
 HELD_OUT = (ROOT / "recipes/tinycode/held_out.txt").read_text(encoding="utf-8").split()
@@ -130,76 +128,3 @@ def test_prose_ends_within_a_docstring() -> None:
     [prompt] = prose_of(code)
     assert prompt.startswith('def f():\n    """Line 0')
     assert prompt.endswith("Line 4 says something.")
-
-
-def test_parallel_encoding_keeps_every_document_in_order(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
-    texts = [f"def f_{i}():\n    return {i!r}\n" * (1 + i % 7) for i in range(50)] + ["naïve = '日本'\n"]
-    (tmp_path / "train.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in texts), encoding="utf-8")
-    stream = encode(ROOT / "models/tinycode/tokenizer.json", tmp_path / "train.jsonl", processes=2)
-    assert tokenizer.decode(stream.tolist()) == EOS + EOS.join(texts) + EOS
-
-
-def test_a_package_stays_together_in_path_order() -> None:
-    part = {f"{package}/module_{i}.py": "" for i in (2, 0, 1) for package in ("one", "two", "three")}
-    ordered = list(corpus.in_package_order(part, {path: path.split("/")[0] for path in part}))
-    packages = list(dict.fromkeys(path.split("/")[0] for path in ordered))
-    assert sorted(packages) == ["one", "three", "two"]
-    assert ordered == [f"{package}/module_{i}.py" for package in packages for i in range(3)]
-
-
-def test_a_limit_cuts_the_largest_packages_to_whole_directories() -> None:
-    sizes = {"stdlib": 30, "small": 10, "large": 100, "huge": 400}
-    train = {f"{group}/{i // 5}/{i % 5}.py": "x" for group, size in sizes.items() for i in range(size)}
-    groups = {path: path.split("/")[0] for path in train}
-    kept = corpus.fit(train, groups, 120)
-    assert Counter(groups[path] for path in kept) == {"stdlib": 30, "small": 10, "large": 40, "huge": 40}
-    assert set(Counter(path.rpartition("/")[0] for path in kept).values()) == {5}
-    assert corpus.fit(train, groups, 1000) == train
-
-
-FUNCTION = '''def weigh(path, unit):
-    """Weighs a file."""
-    size = path.stat().st_size
-    if unit == "kilo":
-        size = size / 1000
-    elif unit == "mega":
-        size = size / 1000000
-    print(path, size)
-    total = size + len(path.name) + len(path.suffix)
-    for number, part in enumerate(path.parts):
-        if part.startswith("."):
-            total += number * len(part)
-        elif part.endswith("_backup"):
-            total -= number * len(part)
-        else:
-            total += len(part.split("_")) + len(part.split("-"))
-    return total, path
-'''
-
-
-def test_long_prompts_ask_for_what_stands_at_their_beginning() -> None:
-    cutter = Cutter(AutoTokenizer.from_pretrained(MODEL))
-    texts = [FUNCTION, *(f"VALUE_{i} = {i} * {i}\n" * 30 for i in range(20))]
-    renamed = cutter.far_back(texts, 0, 1500, is_renamed=True)
-    same = cutter.far_back(texts, 0, 1500, is_renamed=False)
-    assert renamed is not None
-    assert same is not None
-    for prompt in (renamed, same):
-        assert prompt.startswith(FUNCTION.rstrip())
-        assert 1450 <= cutter.num_tokens(prompt) <= 1500
-        assert "VALUE_18" in prompt
-    assert renamed.endswith("def weigh(filename, unit):")
-    assert same.endswith('def weigh(path, unit):\n    """Weighs a file."""\n')
-    assert cutter.far_back(texts, 0, 100_000, is_renamed=False) is None, "there is not so much text"
-
-
-def test_long_prompts_end_in_the_middle_of_a_function() -> None:
-    cutter = Cutter(AutoTokenizer.from_pretrained(MODEL))
-    texts = [*(f"VALUE_{i} = {i} * {i}\n" * 30 for i in range(20)), FUNCTION]
-    prompt = cutter.continued(texts, 20, 1000)
-    assert prompt is not None
-    head, _, rest = prompt.rpartition("def weigh")
-    assert head.startswith("VALUE_")
-    assert 3 <= rest.count("\n") <= FUNCTION.count("\n") - 3
-    assert FUNCTION.startswith("def weigh" + rest)
-    assert 950 <= cutter.num_tokens(prompt) <= 1000
