@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 from foretoken.core.errors import ModelError
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch import Tensor
 
     from foretoken.core.passes import Pass
@@ -38,6 +40,19 @@ class PassOutput:
     features: Tensor | None
     chosen: Tensor | None = None
     attention: Tensor | None = None
+
+    @property
+    def needed_logits(self) -> Tensor:
+        """The logits of a pass that asked for some; raises `RuntimeError` if there are none."""
+        if self.logits is None:
+            raise RuntimeError("this pass has no logits")
+        return self.logits
+
+    def attention_over(self, counts: Sequence[int]) -> list[Tensor | None] | None:
+        """Returns the weights over the first `counts` rows of each sequence; None for no rows, and without weights."""
+        if self.attention is None:
+            return None
+        return [self.attention[row, :, :, :count] if count else None for row, count in enumerate(counts)]
 
     def without_first(self, num_tokens: int, num_sequences: int) -> PassOutput:
         """Returns features and attention without those of the first tokens and sequences of the pass."""

@@ -21,7 +21,6 @@ from foretoken.engine.tracing import traced
 from foretoken.engine.verification import (
     Outcome,
     greatest_on_host,
-    logits_of,
     outcomes_of_paths,
     outcomes_on_host,
     token_choice,
@@ -90,7 +89,7 @@ class Acceptor:
     def outcomes(self, asked: Verification, output: PassOutput) -> tuple[list[Outcome], float]:
         """Returns the outcome of each sequence, and the total variation that a lossy rule allowed, mean over trees."""
         batch = self._sampling.masked(self._sampling.batch(asked.sequences))
-        tree, logits = asked.tree.without_probes(), logits_of(output)
+        tree, logits = asked.tree.without_probes(), output.needed_logits
         if self._synthetic is not None:
             outcomes = self._synthetic_outcomes(self._synthetic, asked, tree, batch, output)
             return outcomes, math.nan if tree.max_depth else 0.0
@@ -126,7 +125,7 @@ class Acceptor:
         self, schedule: LengthSchedule, asked: Verification, tree: TokenTree, batch: SamplingBatch, output: PassOutput
     ) -> list[Outcome]:
         """Returns the outcome of each tree: each draft of a sequence has the next accepted length of the schedule."""
-        sequences, logits = asked.sequences, logits_of(output)
+        sequences, logits = asked.sequences, output.needed_logits
         lengths = [schedule.length(s.sampling.seed, s.metrics.drafted_at_depth[1]) for s in sequences]
         are_chosen = batch.is_all_greedy or (
             output.chosen is not None and all(s.params.is_plain or s.params.is_greedy for s in sequences)
@@ -157,7 +156,7 @@ class Acceptor:
         starts, roots = integers_on([asked.offsets[:-1], positions], tree.tokens.device).unbind()
         scores = NodeScores(
             tree=tree,
-            logits=logits_of(output),
+            logits=output.needed_logits,
             starts=starts,
             has_row_for_each=asked.offsets[-1] == tree.tokens.numel(),
             batch=batch,

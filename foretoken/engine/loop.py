@@ -24,14 +24,13 @@ from foretoken.drafting.drafting import Draft
 from foretoken.engine.acceptor import Acceptor
 from foretoken.engine.prefill import Prefill
 from foretoken.engine.scheduler import EngineCounts, Scheduler
-from foretoken.engine.sequence import MemoryPressure, SamplingState, contained, fail, slot_of
+from foretoken.engine.sequence import MemoryPressure, SamplingState, contained, fail, slot_of, token_scores
 from foretoken.engine.verification import (
     Launched,
     Outcome,
     VerifiedBatch,
     newly_committed,
     sequence_step,
-    token_scores,
     verification,
 )
 from foretoken.grammars.drafts import GrammarBounds

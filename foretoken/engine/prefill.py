@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from foretoken.core.backend import integers_on
 from foretoken.core.passes import Pass
 from foretoken.drafters.base import Committed
-from foretoken.engine.sequence import contained
-from foretoken.engine.verification import attention_of, logits_of, token_scores
+from foretoken.engine.sequence import contained, token_scores
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -177,7 +176,7 @@ class Prefill:
                 starts=[chunk.start for chunk in chunks],
                 tokens=[chunk.tokens for chunk in chunks],
                 features=output.features,
-                attention=attention_of(output, ends),
+                attention=output.attention_over(ends),
             )
         )
         for chunk in chunks:
@@ -197,7 +196,7 @@ class Prefill:
         chunk = chunks[0]
         output = self._target.run(self.as_pass(chunks).with_all_logits())
         following = sequence.tokens[chunk.start + 1 : chunk.start + len(chunk.tokens) + 1]
-        scores = token_scores(exclude(logits_of(output)), following, sequence.params.prompt_logprobs or 0)
+        scores = token_scores(exclude(output.needed_logits), following, sequence.params.prompt_logprobs or 0)
         sequence.prompt_scores += scores
         return output
 

@@ -331,6 +331,20 @@ def fail(sequence: Sequence, error: Exception) -> None:
     _log.debug("where request %s failed", sequence.request_id, exc_info=error)
 
 
+def token_scores(logits: torch.Tensor, tokens: list[int], count: int) -> list[TokenScores]:
+    """Returns log-probabilities at K tokens, by (K, V) logits, and of the `count` best; one transfer to the host."""
+    log_probs = logits.log_softmax(1)
+    top = log_probs.topk(min(count, logits.shape[1]), dim=1)
+    chosen = log_probs.gather(1, torch.tensor(tokens, dtype=torch.int64, device=logits.device).unsqueeze(1))
+    ranks = (log_probs > chosen).sum(1) + 1
+    return [
+        TokenScores(token=token, logprob=value, rank=rank, top=dict(zip(ids, values, strict=True)))
+        for token, value, rank, ids, values in zip(
+            tokens, chosen[:, 0].tolist(), ranks.tolist(), top.indices.tolist(), top.values.tolist(), strict=True
+        )
+    ]
+
+
 _MOST_FAILURES = 3  # within `_WATCHED_SECONDS`; a choice: other programs may cause one failure
 _WATCHED_SECONDS = 60.0  # a choice, see `_MOST_FAILURES`
 _OFF_SECONDS = 60.0  # a choice: the speed-up of a minute against passes that fail again

@@ -18,7 +18,7 @@ from foretoken.core.backend import integers_on, reads_are_free
 from foretoken.core.passes import Pass, TokenChoice
 from foretoken.core.records import SequenceStep
 from foretoken.drafters.base import Committed, Verified
-from foretoken.engine.sequence import TokenScores, slot_of
+from foretoken.engine.sequence import slot_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence as Seq
@@ -165,20 +165,6 @@ def greatest_on_host(logits: Tensor) -> list[int]:
     return tokens
 
 
-def token_scores(logits: Tensor, tokens: list[int], count: int) -> list[TokenScores]:
-    """Returns log-probabilities at K tokens, by (K, V) logits, and of the `count` best; one transfer to the host."""
-    log_probs = logits.log_softmax(1)
-    top = log_probs.topk(min(count, logits.shape[1]), dim=1)
-    chosen = log_probs.gather(1, torch.tensor(tokens, dtype=torch.int64, device=logits.device).unsqueeze(1))
-    ranks = (log_probs > chosen).sum(1) + 1
-    return [
-        TokenScores(token=token, logprob=value, rank=rank, top=dict(zip(ids, values, strict=True)))
-        for token, value, rank, ids, values in zip(
-            tokens, chosen[:, 0].tolist(), ranks.tolist(), top.indices.tolist(), top.values.tolist(), strict=True
-        )
-    ]
-
-
 def newly_committed(
     roots: list[int],
     trees: Pass,
@@ -211,15 +197,8 @@ def newly_committed(
         tokens=tokens,
         features=features,
         verified=Verified(tree=tree, paths=paths, offsets=trees.offsets, top_ids=top_ids),
-        attention=None if trees.attention_rows is None else attention_of(output, trees.prefix_lens),
+        attention=None if trees.attention_rows is None else output.attention_over(trees.prefix_lens),
     )
-
-
-def attention_of(output: PassOutput, counts: Seq[int]) -> list[Tensor | None] | None:
-    """Returns the weights of `PassOutput.attention` over the first `counts` rows of each sequence; None for no rows."""
-    if output.attention is None:
-        return None
-    return [output.attention[row, :, :, :count] if count else None for row, count in enumerate(counts)]
 
 
 def sequence_step(
@@ -304,7 +283,7 @@ class VerifiedBatch(NamedTuple):
 
     def logits_of(self, row: int) -> Tensor:
         """Returns the (N, V) logits of one sequence's tree."""
-        return logits_of(self.output)[self.asked.offsets[row] : self.asked.offsets[row + 1]]
+        return self.output.needed_logits[self.asked.offsets[row] : self.asked.offsets[row + 1]]
 
 
 def verification(
@@ -368,10 +347,3 @@ def token_choice(
         seeds=torch.from_numpy(np.repeat(seeds, counts)),
         impossible_ids=impossible_ids,
     )
-
-
-def logits_of(output: PassOutput) -> Tensor:
-    """Returns the logits of a verification; raises `RuntimeError` if the output has none."""
-    if output.logits is None:
-        raise RuntimeError("a verification has logits")
-    return output.logits
