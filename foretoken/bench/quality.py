@@ -90,7 +90,7 @@ def compare_weights(
     pieces = [each for each in pieces if len(each) > 1]
     if not pieces or any(token >= original.vocab_size for each in pieces for token in each):
         raise RequestError(
-            "the held-out text is shorter than two tokens, or not of the model's tokenizer. Pass another text."
+            "the held-out text has fewer than two tokens of this model. Pass another text, or the model's tokenizer."
         )
     readers = [_Reader(model, longest) for model in (rounded, original)]
     sums, count = torch.zeros(4, dtype=torch.float64), 0

@@ -427,15 +427,14 @@ def _examined(
 ) -> list[Check]:
     """Makes the checks of a head; a line says what is being done. `rows` are those of the case, `source` their name."""
     from dataclasses import replace
+    from functools import partial
 
     from foretoken.bench.workload import make_workload
     from foretoken.training.doctor.examine import examine
     from foretoken.training.evaluation import TEMPERATURES
 
-    asked = make_workload(
-        rows, target, tokenizer, runner=case.runner, temperatures=TEMPERATURES, max_tokens=case.max_tokens,
-        source=source,
-    )  # fmt: skip
+    settings: dict[str, Any] = {"temperatures": TEMPERATURES, "max_tokens": case.max_tokens, "source": source}
+    asked = partial(make_workload, rows, target, tokenizer, runner=case.runner, **settings)
     with terminal.renewed_line() as (show, _):
         return examine(target, tokenizer, replace(case, asked=asked), show)
 

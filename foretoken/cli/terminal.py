@@ -383,6 +383,7 @@ def step_progress(total: int) -> Iterator[Callable[[Any], None]]:
     def show(report: Any) -> None:
         nonlocal shown, evaluated, begin, begun_at, is_open
         now = time.monotonic()
+        is_resumed = begun_at < 0 and report.step > 1  # how much of the run these seconds did is not known yet
         left = (now - begin) * max(1 - report.done, 0.0) / max(report.done - max(begun_at, 0.0), 1e-9)
         if begun_at < 0:  # the first step warms up and is not counted once there is another
             begin, begun_at = now, report.done
@@ -394,7 +395,7 @@ def step_progress(total: int) -> Iterator[Callable[[Any], None]]:
         minutes, seconds = divmod(round(left + (report.seconds_after or 0.0)), 60)
         parts = [
             f"step {report.step}/{total}",
-            f"{minutes}:{seconds:02d} left",
+            *([] if is_resumed else [f"{minutes}:{seconds:02d} left"]),
             f"loss {report.loss:.4f}",
             *([evaluated] if evaluated else ()),
             f"matches {' '.join(f'{share:.0%}' for share in report.head_matches)}",

@@ -154,11 +154,14 @@ class Engine:
             draft = self._propose(decoding, joining, most_nodes)
             verified = self._accept(self._launch(decoding, joining, draft, clock), clock)
         except Exception as err:  # noqa: BLE001 - one request's failure, whatever it is, must not end the others
+            is_memory_short = is_out_of_memory(err)
             smaller = self._smaller(err, decoding, joining, draft, most_nodes)
         else:
             self._commit(verified, clock)
             return
-        for part in smaller:  # outside `except`: the error no longer holds tensors of the pass
+        if smaller and is_memory_short:  # outside `except`: the error no longer holds tensors of the pass
+            self._memory.note_failure()
+        for part in smaller:
             self._iterate(*part)
 
     def _smaller(
@@ -180,8 +183,6 @@ class Engine:
         if not fewer and len(decoding) + len(joining) == 1:
             fail([*decoding, *joining][0], error)
             return []
-        if is_out_of_memory(error):
-            self._memory.note_failure()
         groups = [decoding] if fewer else [[sequence] for sequence in decoding]
         return [*((group, [], fewer or most_nodes) for group in groups), *(([], [each], None) for each in joining)]
 

@@ -339,7 +339,7 @@ def _current(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """Returns a configuration with what replaces its removed values, and warns of them."""
     for key, (old, new) in _REMOVED.items():
         if isinstance(value := config.get(key), str) and value == old:
-            warnings.warn(f"'{key}': '{old}' was removed; '{new}' replaces it", DeprecationWarning, stacklevel=2)
+            warnings.warn(f"'{key}': '{old}' was removed; '{new}' replaces it", FutureWarning, stacklevel=2)
             config = {**config, key: new}
     return config
 

@@ -30,7 +30,7 @@ _FORKED = (
     "another AsyncLLM in this process."
 )
 _FAILED = (
-    "the engine thread failed: {error}. All requests were aborted. Create another AsyncLLM over the same LLM, or "
+    "the engine thread failed: {error}. All requests ended with it. Create another AsyncLLM over the same LLM, or "
     "reload the model."
 )
 _FADE = 0.98  # weight of earlier values in the moving averages

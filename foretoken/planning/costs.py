@@ -22,7 +22,7 @@ HOST_S = 1e-3  # of an iteration on an accelerator: RESULTS, "A GPU, H100"
 # token at context 8192 (77 % of 3.35 TB/s) and a large GEMM (80 % of 989 TFLOP/s).
 BANDWIDTH_SHARE, FLOPS_SHARE = 0.77, 0.8
 _MEASURED_ERROR = 0.08  # of an iteration's seconds; a choice: two busy cores differ by so much between runs
-_ROOFLINE_ERROR = 0.15  # of an iteration's seconds: tests/planning/test_costs.py compares with the H100
+_ROOFLINE_ERROR = 0.15  # of an iteration's seconds: tests/planning/test_predictions.py compares with the H100
 
 
 def nominal_machine(bytes_per_s: float, flops_per_s: float, memory_bytes: float) -> Machine:

@@ -71,7 +71,7 @@ def commit(made: Any, slot: int, start: int, length: int, seed: int = 0) -> None
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_the_tree_is_bought_by_acceptance_and_cost(method: str, tmp_path: Path) -> None:
+def test_the_tree_is_selected_by_acceptance_and_cost(method: str, tmp_path: Path) -> None:
     """Where width is free the whole table is drafted; where each token costs a pass, the best candidate alone."""
     directory = saved(tmp_path / "head", method, acceptance=TABLE)
     free = drafter(directory, method, changes={"measured_costs": lambda: CostCurve((1, 64), (1.0, 1.0 + 1e-7))})

@@ -157,12 +157,12 @@ def selected(tree: TokenTree, curve: tuple, **keys: Any) -> Selection:
 
 
 @pytest.mark.parametrize(("curve", "count"), [(FLAT, 5), (STEEP, 0)])
-def test_nodes_are_bought_where_width_is_free_and_not_where_each_costs_a_pass(curve: tuple, count: int) -> None:
+def test_nodes_are_selected_where_width_is_free_and_not_where_each_costs_a_pass(curve: tuple, count: int) -> None:
     assert sum(selected(scored([WIDE], [VALUES]), curve).kept[0]) == count
 
 
 @pytest.mark.parametrize("slope", [0.05, 0.2, 0.5, 0.8])
-def test_the_bought_nodes_are_the_best_of_all_trees(slope: float) -> None:
+def test_the_selected_nodes_are_the_best_of_all_trees(slope: float) -> None:
     """Against a search through every subtree of two sequences."""
     curve = (1, 64), (1.0, 1.0 + 63 * slope)
     rows, values = [WIDE, TreeRow([7, 8, 9], [-1, 0, 0])], [[0.9, 0.5, 0.7, 0.4, 0.3], [0.6, 0.2]]

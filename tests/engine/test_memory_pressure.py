@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from functools import cache
 from typing import Any
 
@@ -60,6 +61,26 @@ class Clock:
 def give_clock(engine: LLM, clock: Clock) -> None:
     """Lets the engine count its failures by a test's clock."""
     engine._engine._memory = MemoryPressure(torch.device("cpu"), now=clock)
+
+
+def test_nothing_holds_a_failed_pass_when_its_memory_is_freed(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = llm(DRAFTERS["ngram"](None), max_num_seqs=3)
+    held: list[Any] = []
+    are_held: list[bool] = []
+    original = engine.target.run
+
+    def run(work: Any) -> Any:
+        if work.num_tokens > 3:
+            scratch = torch.zeros(8)
+            held.append(weakref.ref(scratch))
+            raise torch.OutOfMemoryError("no room")
+        return original(work)
+
+    monkeypatch.setattr(engine.target, "run", run)
+    monkeypatch.setattr(engine._engine._memory, "note_failure", lambda: are_held.append(held[-1]() is not None))
+    assert [output.outputs[0].token_ids for output in engine.generate(PROMPTS, PARAMS)] == plain()
+    assert are_held
+    assert not any(are_held)
 
 
 @pytest.mark.parametrize(

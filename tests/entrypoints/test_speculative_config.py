@@ -256,9 +256,9 @@ def test_acceptance_rules(keys: dict[str, Any], rule: str) -> None:
 
 
 def test_removed_values_work_with_a_warning() -> None:
-    with pytest.warns(DeprecationWarning, match="'acceptance': 'kseq' was removed; 'traversal' replaces it"):
+    with pytest.warns(FutureWarning, match="'acceptance': 'kseq' was removed; 'traversal' replaces it"):
         assert parse(method="ngram", acceptance="kseq").policy.rule == "traversal"
-    with pytest.warns(DeprecationWarning, match="'independent' was removed; 'probabilistic' replaces it"):
+    with pytest.warns(FutureWarning, match="'independent' was removed; 'probabilistic' replaces it"):
         config = parse(method="draft_model", model="/x", draft_sample_method="independent")
     assert config.options[0].model_dump()["draft_sample_method"] == "probabilistic"
 

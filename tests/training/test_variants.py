@@ -207,6 +207,8 @@ def test_acceptance_that_few_prompts_do_not_decide() -> None:
     other = check_acceptance(0.9, many, measured_on="chats", prompts="heldout")
     assert other.verdict == "warning"
     assert "on other prompts, 'chats'" in other.message
+    few_right = [(10 + i % 3, 100) for i in range(60)]
+    assert check_acceptance(0.9, few_right, measured_on="chats", prompts="heldout").verdict == "fault"
 
 
 @pytest.mark.parametrize("by", [0, 1])

@@ -169,8 +169,8 @@ class Examination:
     Attributes:
         train_check: Whether to try training with the trained head's sizes too.
         prompts: Texts that the target continues; held out from training.
-        asked: The same prompts as the acceptance of heads is measured on them: conversations by the target's chat
-            template. None for `prompts` as they are.
+        asked: Returns the same prompts as the acceptance of heads is measured on them: conversations by the target's
+            chat template. None for `prompts` as they are.
         max_tokens: Tokens of each continuation.
         data: Training data for the trial; None for the texts.
         allow_other_target: Whether to accept a head for another target of the same sizes.
@@ -180,7 +180,7 @@ class Examination:
     method: str | None = None
     train_check: bool = False
     prompts: Sequence[str]
-    asked: Workload | None = None
+    asked: Callable[[], Workload] | None = None
     max_tokens: int = 64
     data: Batches | None = None
     runner: str = "auto"
@@ -295,7 +295,9 @@ def _check_acceptance(case: Case, tokenizer: Any, what: Examination) -> list[Che
     stored = case.checkpoint.acceptance
     if not stored:
         return []
-    workload = what.asked or Workload(prompts=what.prompts, temperatures=TEMPERATURES, max_tokens=what.max_tokens)
+    workload = Workload(prompts=what.prompts, temperatures=TEMPERATURES, max_tokens=what.max_tokens)
+    if what.asked is not None:
+        workload = what.asked()
     head = case.checkpoint.module(device=case.target.device, dtype=torch.float32)
     guess, hits = guesses_of(head, case.target), [[0, 0] for _ in workload.prompts]
     for number, (_, num_prompt, text) in enumerate(target_texts(case.target, tokenizer, workload)):
@@ -304,7 +306,7 @@ def _check_acceptance(case: Case, tokenizer: Any, what: Examination) -> list[Che
         found = hits[number % len(hits)]
         found[0] += int((logits.argmax(1) == labels).sum())
         found[1] += len(labels)
-    names = {"measured_on": case.checkpoint.notes.get("measured_on", ""), "prompts": workload.source}
+    names = {"measured_on": str(case.checkpoint.notes.get("measured_on") or ""), "prompts": workload.source}
     return [check_acceptance(stored[0][0], [(right, count) for right, count in hits if count], **names)]
 
 
