@@ -218,7 +218,7 @@ class BlockStack:
                 place.
 
         Raises:
-            UnsuitableError: If the requested backend cannot run the blocks, or they cannot be quantised.
+            UnsuitableError: If the requested backend cannot run the blocks, or they cannot be quantized.
             ValueError: If a rotary table ends before the slots do, or a tap does not exist.
         """
         for block in layers.blocks:

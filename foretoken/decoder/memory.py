@@ -85,7 +85,7 @@ def in_own_memory(tensor: Tensor) -> Tensor:
 
 
 def plain_tensors(module: nn.Module) -> list[Tensor]:
-    """Returns the parameters of a module with readable memory: no subclasses, as in quantised layers, none sparse."""
+    """Returns the parameters of a module with readable memory: no subclasses, as in quantized layers, none sparse."""
     return list(filter(is_plain, module.parameters()))
 
 

@@ -339,7 +339,7 @@ class NativeDecoder(NativeBlocks):
         """Compiles the kernels if needed. Quantization of a draft model's matrices: see `NativeModel`.
 
         Raises `UnsuitableError` if the weights are not float32 or bfloat16 on a CPU, a tap does not exist, the kernels
-        cannot be compiled, or the model cannot be quantised.
+        cannot be compiled, or the model cannot be quantized.
         """
         if not self.runs(weights.device, weights.dtype):
             raise UnsuitableError(f"it runs float32 and bfloat16 on CPUs, not {weights.dtype} on {weights.device}.")

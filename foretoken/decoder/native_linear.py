@@ -40,7 +40,7 @@ class NativeLinear(nn.Module):
             quantization: For a quantized copy, see `quantized`; the layer then does not keep the weight.
 
         Raises:
-            UnsuitableError: If the weight is anything else, or not finite if it is quantised, or the kernels cannot be
+            UnsuitableError: If the weight is anything else, or not finite if it is quantized, or the kernels cannot be
                 compiled.
         """
         super().__init__()
@@ -136,7 +136,7 @@ def fast_linear(layer: nn.Module, *, quantization: Quantization | None = None, c
             rounded to bfloat16. Otherwise the weight is read in place.
 
     Raises:
-        UnsuitableError: If a linear layer is to be quantised and cannot be a native one.
+        UnsuitableError: If a linear layer is to be quantized and cannot be a native one.
     """
     if isinstance(layer, QuantizedLinear):
         try:

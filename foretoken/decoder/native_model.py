@@ -48,7 +48,7 @@ class NativeModel(Described):
         cache: SlotCache,
         quantization: Quantization | None = None,
     ) -> None:
-        """Takes addresses; copies only norms and biases, and matrices that are quantised.
+        """Takes addresses; copies only norms and biases, and matrices that are quantized.
 
         Args:
             layers: The blocks, on a CPU, in float32 or bfloat16.
@@ -59,7 +59,7 @@ class NativeModel(Described):
 
         Raises:
             UnsuitableError: If a tensor does not fit the blocks' sizes, a weight that is not finite is to be
-                quantised, or quantized matrices of a block with the same inputs round them in different ways.
+                quantized, or quantized matrices of a block with the same inputs round them in different ways.
         """
         super().__init__(layers, ends, cache, quantization)
         self._cache, self._dtype, self._quantization = cache, layers.dtype, quantization

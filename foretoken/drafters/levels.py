@@ -280,7 +280,7 @@ def with_quantization(option: QuantizationOption, make: Callable[[Quantization |
 
     Args:
         option: "int4" and "int8" require them, "auto" takes int8 if possible.
-        make: Makes the result; raises `UnsuitableError` if the drafter cannot be quantised.
+        make: Makes the result; raises `UnsuitableError` if the drafter cannot be quantized.
 
     Raises:
         ConfigError: For "int4" and "int8" if it is not possible.

@@ -132,7 +132,7 @@ class SparseKvDrafter:
         self._guesses: Guesses | None = None
 
     def attach(self, target: TargetHandle) -> None:
-        """Allocates slots and, for quantised drafts, copies of weights.
+        """Allocates slots and, for quantized drafts, copies of weights.
 
         Raises `ConfigError` if the target has fewer blocks than `exit_layer`, or as `draft_runner`.
         """

@@ -95,7 +95,7 @@ OTHER_ARGUMENTS = {
     ),
     **_group("Requests are served in the order in which they come. Leave it out.", scheduling_policy=_one_of("fcfs")),
     **_group(
-        "A quantised checkpoint is loaded as its config.json says. Leave it out.",
+        "A quantized checkpoint is loaded as its config.json says. Leave it out.",
         quantization_config=_NOTHING, allow_deprecated_quantization=_OFF,
     ),
     **_group(

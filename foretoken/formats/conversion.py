@@ -201,10 +201,10 @@ def scatter(weights: Mapping[str, Tensor], table: Mapping[str, Place]) -> dict[s
 
 
 def check_values(name: str, tensors: Mapping[str, Tensor]) -> None:
-    """Raises `ModelError` with the names of all tensors that are quantised or not finite."""
+    """Raises `ModelError` with the names of all tensors that are quantized or not finite."""
     packed = [key for key, tensor in tensors.items() if tensor.is_floating_point() and tensor.itemsize < 2]
     if packed:
-        raise ModelError(f"'{name}' holds quantised tensors: {listed(packed)}. Expected floats of 16 bits or more.")
+        raise ModelError(f"'{name}' holds quantized tensors: {listed(packed)}. Expected floats of 16 bits or more.")
     bad = [key for key, tensor in tensors.items() if not bool(torch.isfinite(tensor).all())]
     if bad:
         raise ModelError(f"tensors of '{name}' hold numbers that are not finite: {listed(bad)}. Train it again.")

@@ -161,7 +161,7 @@ def _read_head(files: HeadFiles, target: TargetInfo) -> HeadCheckpoint:
     config, name = files.config, str(files.path)
     algorithm = (config.get("quantization") or {}).get("quant_algo")
     if algorithm is not None:
-        raise ModelError(f"the heads of '{name}' are quantised by {algorithm}. Expected float16, bfloat16 or float32.")
+        raise ModelError(f"the heads of '{name}' are quantized by {algorithm}. Expected float16, bfloat16 or float32.")
     ranks = _head_ranks(files)
     merged = _merged(name, ranks)
     stored: MedusaConfig | HydraConfig

@@ -150,7 +150,7 @@ class Head(nn.Module, ABC):
                 bfloat16.
 
         Raises:
-            UnsuitableError: If a matrix cannot be quantised; the head is then unusable.
+            UnsuitableError: If a matrix cannot be quantized; the head is then unusable.
         """
         optimize_for_inference(self, quantization=quantization, compacts=compacts)
 

@@ -86,7 +86,7 @@ def check_sizes(config: Any, name: str) -> None:
 
 
 def check_quantization(config: Any, name: str) -> None:
-    """Raises `ModelError` for a quantisation method that transformers does not know and would ignore."""
+    """Raises `ModelError` for a quantization method that transformers does not know and would ignore."""
     from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING  # takes seconds to import
 
     from foretoken.models.quantization.stored import OWN_METHOD
@@ -99,8 +99,8 @@ def check_quantization(config: Any, name: str) -> None:
         known = sorted(AUTO_QUANTIZATION_CONFIG_MAPPING.keys() - {OWN_METHOD})
         if getattr(method, "value", method) not in known and not _is_bitsandbytes(settings):
             raise ModelError(
-                f"the weights of '{name}' are quantised by the method {shown(method)}, which transformers does not "
-                f"know. Expected one of {', '.join(known)}, or a model that is not quantised."
+                f"the weights of '{name}' are quantized by the method {shown(method)}, which transformers does not "
+                f"know. Expected one of {', '.join(known)}, or a model that is not quantized."
             )
 
 

@@ -80,7 +80,7 @@ def _known_architecture(module: Any, config: Any) -> LeanArchitecture:
         raise UnsuitableError(f"{name} with activation '{activation}' is not among what it knows.")
     if getattr(config, "use_bidirectional_attention", False):
         raise UnsuitableError(f"{name} with bidirectional attention is not among what it knows.")
-    # A quantised or adapted projection is not a plain matrix.
+    # A quantized or adapted projection is not a plain matrix.
     foreign = [f"{key} ({type(part).__name__})" for key, part in _projections(module) if not _is_plain(part)]
     if foreign:
         raise UnsuitableError(f"{foreign[0]} is not a plain linear layer.")

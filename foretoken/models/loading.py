@@ -182,15 +182,15 @@ def _loaded(
     if runs_cpu_kernels(torch_device) and is_stored(config):
         stored = open_checkpoint(name, config, revision).with_inputs(bits)
         return _stored_model(stored, name, torch_dtype, torch_device)
-    is_quantised = getattr(config, "quantization_config", None) is not None
-    if not is_quantised:
+    is_quantized = getattr(config, "quantization_config", None) is not None
+    if not is_quantized:
         check_total(name, config, headers)
         check_memory(name, _num_bytes(headers, torch_dtype), torch_device)
     if not sys.stderr.isatty():
         transformers.utils.logging.disable_progress_bar()
 
     def told(error: Exception) -> str:
-        if is_quantised and (isinstance(error, ImportError) or "pip install" in str(error)):
+        if is_quantized and (isinstance(error, ImportError) or "pip install" in str(error)):
             return (
                 f"'{name}' is stored in a format that transformers reads with a library that is missing: "
                 f"{one_line(error).rstrip('.')}. Install it, see docs/runners.md."
@@ -209,11 +209,11 @@ def _loaded(
             use_safetensors=True,
             output_loading_info=True,
             # Libraries pack weights for the device that they are read to. Others are joined on the host and moved.
-            device_map={"": str(torch_device)} if is_quantised else None,
+            device_map={"": str(torch_device)} if is_quantized else None,
         )
     module, info = loaded
     _check_loaded(info, config, name)
-    if not is_quantised:
+    if not is_quantized:
         check_dtypes(headers, module, name)
     module.to(torch_device)
     gather_weights(module)

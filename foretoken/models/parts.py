@@ -83,7 +83,7 @@ def target_parts(
         head_tokens: (R,) int64, the tokens of the rows that the LM head has; None for all.
 
     Raises:
-        UnsuitableError: If the LM head cannot be quantised, or has another class than those with rows.
+        UnsuitableError: If the LM head cannot be quantized, or has another class than those with rows.
         ModelError: For a dtype without `is_inference`, if the model was quantized.
     """
     if model.quantization is not None and dtype is not None and not is_inference:

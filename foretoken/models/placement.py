@@ -235,7 +235,7 @@ def copies_of_empty_parts(source: nn.Module) -> dict[int, Any]:
 
 
 def _alias(parameter: nn.Parameter) -> nn.Parameter:
-    """Returns another parameter over the same memory; shares subclasses, which quantised layers use, as they are."""
+    """Returns another parameter over the same memory; shares subclasses, which quantized layers use, as they are."""
     if type(parameter) is not nn.Parameter:
         return parameter
     with torch.no_grad():

@@ -45,7 +45,7 @@ _SETTINGS_NAMES = {"w_bit": "bits", "q_group_size": "group_size"}  # AutoAWQ's n
 
 
 def settings_beside(directory: Path) -> dict[str, Any] | None:
-    """Returns the quantisation settings that stand in a file of their own, as a `quantization_config`; None if none do.
+    """Returns the quantization settings that stand in a file of their own, as a `quantization_config`; None if none do.
 
     A file that lies beside weights without words of integers is a leftover. Raises `ModelError` for a damaged file.
     """
@@ -109,7 +109,7 @@ def check_unused(unexpected: Iterable[str], config: Any, name: str) -> None:
 
 
 def check_dtypes(headers: dict[str, TensorHeader], module: nn.Module, name: str) -> None:
-    """Raises `ModelError` for weights of integers or 8-bit numbers: quantised weights without a configuration."""
+    """Raises `ModelError` for weights of integers or 8-bit numbers: quantized weights without a configuration."""
     parameters = {key for key, _ in module.named_parameters()}
     prefix = f"{getattr(module, 'base_model_prefix', '')}."
     for key, header in headers.items():

@@ -37,14 +37,14 @@ class WeightFindings(NamedTuple):
 def weight_findings(directory: Path) -> WeightFindings:
     """Compares the safetensors of a model directory with its architecture; reads one tensor at a time.
 
-    Raises `ModelError` if there is nothing to compare with: quantised weights, architectures that cannot be built, and
+    Raises `ModelError` if there is nothing to compare with: quantized weights, architectures that cannot be built, and
     weights stored under other names.
     """
     config, headers = load_config(str(directory)), read_headers(directory)
     check_architecture(config, str(directory))
     if getattr(config, "quantization_config", None) is not None:
         raise ModelError(
-            f"the weights of '{directory}' are quantised, which --verify cannot compare with the architecture. Load "
+            f"the weights of '{directory}' are quantized, which --verify cannot compare with the architecture. Load "
             "the model with `foretoken generate` to see whether they fit, or leave --verify out."
         )
     not_finite = list(_not_finite(directory))

@@ -152,7 +152,7 @@ def drafting_decoder(
         The decoder, and the rows of its LM head if they are a part.
 
     Raises:
-        UnsuitableError: If the decoder has no kernels for the format, or the weights cannot be quantised; or it has no
+        UnsuitableError: If the decoder has no kernels for the format, or the weights cannot be quantized; or it has no
             rows of the LM head of its own.
     """
     if quantization is not None and name != NativeDecoder.name:

@@ -150,7 +150,7 @@ class Runner:
         """Uses quantized copies of all matrices, or a part of the LM head; for draft models: the distribution changes.
 
         The copies lie beside the originals. For arguments see `drafting_decoder`. Raises `UnsuitableError`, and changes
-        nothing, if the decoder has no kernels for the format, the weights cannot be quantised, or it is `generic`.
+        nothing, if the decoder has no kernels for the format, the weights cannot be quantized, or it is `generic`.
         """
         decoder, self.head_rows = drafting_decoder(
             self.name, self.model, self.cache, self._taps, quantization=quantization, head_tokens=head_tokens

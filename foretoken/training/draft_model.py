@@ -69,7 +69,7 @@ def new_student(
                 "model learns the target's tokens. Begin from another model, or from --set num_layers=N."
             )
         if getattr(model.config, "quantization_config", None) is not None:
-            raise ConfigError(f"--init '{init}' is quantised, so its weights cannot learn. Expected another model.")
+            raise ConfigError(f"--init '{init}' is quantized, so its weights cannot learn. Expected another model.")
         return Student(model, {"init": weights_sha(model.module.state_dict())})
     named = {"num_hidden_layers" if key == "num_layers" else key: value for key, value in sizes.items()}
     if not named:

@@ -306,8 +306,8 @@ def changed_config(model: Path, **values: Any) -> None:
 @pytest.mark.parametrize(
     ("architecture", "spoil", "message"),
     [
-        ("gemma2", None, "is a 'gemma2', which cannot be padded. Expected weights that are not quantised, of one of"),
-        ("llama", lambda m: changed_config(m, quantization_config={"quant_method": "fp8"}), "is a quantised 'llama'"),
+        ("gemma2", None, "is a 'gemma2', which cannot be padded. Expected weights that are not quantized, of one of"),
+        ("llama", lambda m: changed_config(m, quantization_config={"quant_method": "fp8"}), "is a quantized 'llama'"),
         ("llama", lambda m: changed_config(m, intermediate_size=40), "gate_proj.weight [48, 32] instead of [40, 32]"),
         ("llama", lambda m: changed_config(m, cost_twin={"of": "x"}), "'layers' of 'cost_twin'"),
         (

@@ -242,7 +242,7 @@ def test_refusals(small: Path, tmp_path: Path) -> None:
     assert run("quantize", str(small), str(out), *SMALL, "--no-compare").returncode == 0  # nothing is left to do
     assert contents(out) == before
     assert "with other settings" in refused(str(small), str(out), "--scheme", "W8A8")
-    assert "are quantised already" in refused(str(out), str(tmp_path / "twice"))
+    assert "are quantized already" in refused(str(out), str(tmp_path / "twice"))
     assert "holds other files" in refused(str(small), str(small), *SMALL)
     assert contents(out) == before
     weights = load_file(small / "model.safetensors")

@@ -205,7 +205,7 @@ def test_the_head_that_drafters_share_follows_too() -> None:
 
 
 class Wrapper(torch.Tensor):
-    """As quantised and distributed weights are made: shape and dtype of a tensor, and no memory."""
+    """As quantized and distributed weights are made: shape and dtype of a tensor, and no memory."""
 
     @staticmethod
     def __new__(cls, shape: Any) -> Wrapper:

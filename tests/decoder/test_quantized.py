@@ -271,7 +271,7 @@ def test_rows_of_a_matrix(name: str) -> None:
         assert own == (start % 16 == 0 and (end % 16 == 0 or end == 75))
 
 
-def quantised(layers: Blocks, quantization: Quantization, *, is_dense: bool) -> Blocks:
+def of_integers(layers: Blocks, quantization: Quantization, *, is_dense: bool) -> Blocks:
     """The blocks with matrices for float32 inputs; is_dense: with the weights that these stand for, in float64."""
 
     def matrix(stored: Matrix) -> Matrix:
@@ -306,11 +306,11 @@ def quantised(layers: Blocks, quantization: Quantization, *, is_dense: bool) -> 
 def test_quantised_blocks_are_the_formula(option: str, quantization: Quantization) -> None:
     """A prompt, then a tree."""
     exact, sizes = (
-        quantised(two(OPTIONS[option]), quantization, is_dense=True),
+        of_integers(two(OPTIONS[option]), quantization, is_dense=True),
         {"num_slots": SLOTS, "capacity": CAPACITY},
     )
     narrow = in_dtype(two(OPTIONS[option]), torch.float32)
-    stack = BlockStack(quantised(narrow, quantization, is_dense=False), **sizes)
+    stack = BlockStack(of_integers(narrow, quantization, is_dense=False), **sizes)
     rough = BlockStack(narrow, **sizes, quantization=quantization)  # as of drafts: inputs have 16 bits
     assert stack.backend == rough.backend == "native"
     text, nodes = numbers(7, E, seed=70, scale=1.0), numbers(4, E, seed=72, scale=1.0)
@@ -451,7 +451,7 @@ def test_matrices_of_other_shapes_are_refused() -> None:
 
 def test_blocks_that_cannot_be_quantised() -> None:
     made = {"num_slots": SLOTS, "capacity": CAPACITY}
-    blocks = quantised(in_dtype(two(OPTIONS["as llama"]), torch.float32), "int8", is_dense=False).blocks
+    blocks = of_integers(in_dtype(two(OPTIONS["as llama"]), torch.float32), "int8", is_dense=False).blocks
     for name in ("key", "mlp"):
         first, other = blocks[1], in_dtype(two(OPTIONS["as llama"]), torch.float32).blocks[1]
         mixed = first.mlp if name == "mlp" else first.key
@@ -460,7 +460,7 @@ def test_blocks_that_cannot_be_quantised() -> None:
         changed = replace(first, **{name: replace(mixed, up=odd) if name == "mlp" else odd})
         with pytest.raises(UnsuitableError, match="matrices of block 1 with the same inputs round them in different"):
             BlockStack(Blocks(blocks=[blocks[0], changed], final_norm=None), **made, backend="native")
-    experts = quantised(in_dtype(two(OPTIONS["experts"]), torch.float32), "int8", is_dense=False)
+    experts = of_integers(in_dtype(two(OPTIONS["experts"]), torch.float32), "int8", is_dense=False)
     with pytest.raises(UnsuitableError, match="only native kernels on CPUs run weights in 8 bits"):
         BlockStack(experts, **made, backend="torch")
     with pytest.raises(UnsuitableError, match="only native kernels on CPUs run int8 weights"):

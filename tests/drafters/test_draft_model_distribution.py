@@ -82,7 +82,7 @@ def families(tree: TokenTree, row: int) -> list[tuple[int, list[int], list[int]]
     return found
 
 
-def quantised() -> Any:
+def of_integers() -> Any:
     """The draft model whose matrices, embedding apart, are what their integers in int8 stand for; in float64."""
     module = copy.deepcopy(noisy(dtype=torch.float32)).double()
     for layer in (part for part in module.modules() if isinstance(part, torch.nn.Linear)):
@@ -101,8 +101,8 @@ def test_a_quantised_model_states_its_own_distribution(shape: str, monkeypatch: 
     """With inputs of 24 bits: those of 16 move probabilities by up to 0.1 %."""
     monkeypatch.setattr(quantized_module, "_input_bits", lambda *_: 24)
     tree = propose(shape, noisy(dtype=torch.float32), quantization="int8")
-    check_rows_and_kinds(tree, shape, quantised())
-    stored, own = (draft_distribution(0, [], module) for module in (noisy(dtype=torch.float32), quantised()))
+    check_rows_and_kinds(tree, shape, of_integers())
+    stored, own = (draft_distribution(0, [], module) for module in (noisy(dtype=torch.float32), of_integers()))
     assert (stored / own - 1).abs().max() > 1e-3, "ten times what is tolerated above"
 
 

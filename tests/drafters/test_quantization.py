@@ -43,7 +43,7 @@ def numbers_of(layer: NativeLinear) -> torch.Tensor:
     return layer._weight.numbers if isinstance(layer._weight, QuantizedMatrix) else layer._weight
 
 
-def is_quantised(runner: Any) -> bool:
+def is_quantized(runner: Any) -> bool:
     """Whether a runner multiplies by int8, its LM head included."""
     model = runner.decoder._described.structure
     found = {bool(model.head.scales), bool(model.layers[0].query.scales), bool(model.layers[0].down.scales)}
@@ -55,7 +55,7 @@ def is_quantised(runner: Any) -> bool:
 def test_a_draft_model_drafts_in_int8_unless_told_otherwise(dtype: torch.dtype) -> None:
     for option, expected in ((None, True), ("auto", True), ("int8", True), ("none", False)):
         made = attached(draft_model(noisy(dtype=dtype), **({} if option is None else {"quantization": option}))())
-        assert is_quantised(made._runner) == expected
+        assert is_quantized(made._runner) == expected
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -66,7 +66,7 @@ def test_heads_draft_in_int8_unless_told_otherwise(method: str, tmp_path: Path) 
     assert torch.int8 not in head_weights(drafter(directory, method, quantization="none"))
 
 
-def test_a_draft_model_that_cannot_be_quantised() -> None:
+def test_a_draft_model_that_cannot_be_quantized() -> None:
     module = noisy(dtype=torch.float64)
     attached(draft_model(module)())
     with pytest.raises(ConfigError, match=r"quantization 'int8' cannot be had: .* no kernels for int8.* Leave it out"):
@@ -91,7 +91,7 @@ def test_heads_on_other_devices(method: str, tmp_path: Path) -> None:
     ("method", "dtype"),
     slow_products(["draft_model", *METHODS, "eagle", "eagle3"], [torch.float32, torch.bfloat16], each=1),
 )
-def test_the_target_is_never_quantised(method: str, dtype: torch.dtype, tmp_path: Path) -> None:
+def test_the_target_is_never_quantized(method: str, dtype: torch.dtype, tmp_path: Path) -> None:
     """Its decoder reads what it read before, and not a bit of it has changed, shared LM head and embedding included."""
     module = copy.deepcopy(target("llama", dtype))
     before = {name: value.clone() for name, value in module.state_dict().items()}
@@ -101,7 +101,7 @@ def test_the_target_is_never_quantised(method: str, dtype: torch.dtype, tmp_path
         directory = saved(tmp_path / "head", method)
         arguments = {"speculative_config": {"method": method, "model": str(directory), "quantization": "int8"}}
     engine = llm(arguments, module=module, runner="lean-native")
-    assert not is_quantised(engine.target)
+    assert not is_quantized(engine.target)
     after = module.state_dict()
     assert all(torch.equal(after[name], value) and after[name].dtype == dtype for name, value in before.items())
     held = {each.data_ptr() for each in engine.target.decoder._described._kept}

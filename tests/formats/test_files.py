@@ -147,11 +147,11 @@ def test_no_head(tmp_path: Path) -> None:
     assert read_head(tmp_path / "two" / "b.pt")[1].config.num_heads == 2
 
 
-def test_quantised_tensors(tmp_path: Path) -> None:
+def test_quantized_tensors(tmp_path: Path) -> None:
     tensors = write_files(tmp_path, OFFICIAL, COUNTS)
     tensors["0.0.linear.weight"] = tensors["0.0.linear.weight"].to(torch.float8_e4m3fn)
     save_file(tensors, tmp_path / "model.safetensors")
-    with pytest.raises(ModelError, match=r"holds quantised tensors: 0.0.linear.weight"):
+    with pytest.raises(ModelError, match=r"holds quantized tensors: 0.0.linear.weight"):
         read_head(tmp_path)
 
 

@@ -224,12 +224,12 @@ def test_sizes_that_cannot_be_split(tmp_path: Path, config: HydraConfig, tp_size
         write_head("tensorrt_llm", random_head(config), tmp_path / "no", tp_size=tp_size)
 
 
-def test_dtypes_and_quantisation(tmp_path: Path) -> None:
+def test_dtypes_and_quantization(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"The head has float64. Pass --dtype"):
         write_head("tensorrt_llm", random_head(medusa(), dtype=torch.float64), tmp_path / "no")
     config = MEDUSA_CONFIG | {"quantization": {"quant_algo": "FP8"}}
     write_files(tmp_path, MEDUSA_NAMES, config, file="rank0.safetensors")
-    with pytest.raises(ModelError, match="quantised by FP8"):
+    with pytest.raises(ModelError, match="quantized by FP8"):
         read_head(tmp_path)
 
 

@@ -236,7 +236,7 @@ SETTINGS = [
     ("GPTQ", {"group_size": 1 << 64}, "group_size"),
     ("AWQ", {"group_size": 1 << 64}, "group_size"),
     ("W4A16, groups", {f"{GROUP}weights__group_size": 1 << 64}, "group_size"),
-    ("AWQ", {"quant_method": ["awq"]}, "quantised by the method"),
+    ("AWQ", {"quant_method": ["awq"]}, "quantized by the method"),
     ("W4A16, groups", {f"{GROUP}weights__group_size": 48}, "groups of 48 weights. Expected a power of 2"),
     ("W4A16, groups", {f"{GROUP}weights__group_size": 64}, r"scales or zero points \[\d+, \d\] for a matrix"),
     ("W4A16, groups with zero points", {f"{GROUP}weights__symmetric": True}, "has zero points other than 0, but"),

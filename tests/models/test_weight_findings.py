@@ -78,9 +78,9 @@ def test_weights_under_other_names_are_refused(architecture: str, tmp_path: Path
         weight_findings(written(tmp_path, architecture))
 
 
-def test_quantised_weights_are_refused(tmp_path: Path) -> None:
-    config = json.loads((written(tmp_path / "quantised") / "config.json").read_text())
+def test_quantized_weights_are_refused(tmp_path: Path) -> None:
+    config = json.loads((written(tmp_path / "quantized") / "config.json").read_text())
     text = json.dumps({**config, "quantization_config": {"quant_method": "gptq", "bits": 4}})
-    (tmp_path / "quantised" / "config.json").write_text(text)
-    with pytest.raises(ModelError, match="are quantised"):
-        weight_findings(tmp_path / "quantised")
+    (tmp_path / "quantized" / "config.json").write_text(text)
+    with pytest.raises(ModelError, match="are quantized"):
+        weight_findings(tmp_path / "quantized")

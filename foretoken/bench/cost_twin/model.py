@@ -205,7 +205,7 @@ class SmallModel(NamedTuple):
 def open_model(path: Path) -> SmallModel:
     """Opens a model to pad.
 
-    Raises `ModelError` when there is no model, or it is damaged, a cost twin, quantised, or of another architecture.
+    Raises `ModelError` when there is no model, or it is damaged, a cost twin, quantized, or of another architecture.
     """
     name = str(path)
     check_model_files(name, may_be_hub_id=False)
@@ -214,10 +214,10 @@ def open_model(path: Path) -> SmallModel:
     if record is not None:
         raise ModelError(f"'{path}' is a {record} already. Expected a trained model. Make the twin of '{record.of}'.")
     if config.get("model_type") not in PLAIN_ARCHITECTURES or config.get("quantization_config") is not None:
-        quantised = "quantised " if config.get("quantization_config") is not None else ""
+        quantized = "quantized " if config.get("quantization_config") is not None else ""
         raise ModelError(
-            f"'{path}' is a {quantised}'{config.get('model_type')}', which cannot be padded. Expected weights that are "
-            f"not quantised, of one of {', '.join(PLAIN_ARCHITECTURES)}."
+            f"'{path}' is a {quantized}'{config.get('model_type')}', which cannot be padded. Expected weights that are "
+            f"not quantized, of one of {', '.join(PLAIN_ARCHITECTURES)}."
         )
     known = load_config(name)
     check_architecture(known, name)

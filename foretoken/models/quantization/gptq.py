@@ -97,7 +97,7 @@ def _checked(kind: type[Any], settings: Mapping[str, Any], name: str) -> Any:
     return validated(
         kind,
         dict(settings),
-        f"the quantisation settings of '{name}'",
+        f"the quantization settings of '{name}'",
         error=ModelError,
         advice="Such checkpoints cannot be read.",
     )

@@ -81,7 +81,7 @@ def _check_layers(model: LoadedModel, quantization: Quantization) -> None:
         elif not is_known and any(each.dim() > 1 for each in part.parameters(recurse=False)):
             reason = f"'{name}' is a {type(part).__name__}, not a plain linear layer"
     if getattr(model.config, "quantization_config", None) is not None:
-        reason = "its weights are quantised already"
+        reason = "its weights are quantized already"
     if reason is not None:
         raise ModelError(
             f"quantization '{quantization}' was asked for '{model.name}', but {reason.rstrip('.')}. Expected a model "

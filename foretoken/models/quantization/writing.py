@@ -78,7 +78,7 @@ class Original:
         self.directory, self.config = directory, load_config(str(directory))
         check_architecture(self.config, str(directory))
         if getattr(self.config, "quantization_config", None) is not None:
-            raise ModelError(f"the weights of '{directory}' are quantised already. Expected the original model.")
+            raise ModelError(f"the weights of '{directory}' are quantized already. Expected the original model.")
         self.headers: dict[str, TensorHeader] = {}
         self._paths: dict[str, Path] = {}
         for path in model_files(directory):
