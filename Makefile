@@ -19,7 +19,7 @@ $(BIN)/python:
 
 $(VENV)/.base: $(BIN)/python pyproject.toml constraints.txt
 	@echo "Installing into $(VENV): downloads 240 MB of packages (torch for CPUs: 190 MB), takes a minute or two, 1 GB on disk."
-	$(PIP) torch
+	$(PIP) $$(grep '^torch==' constraints.txt)
 	$(PIP) --editable .
 	touch $@
 

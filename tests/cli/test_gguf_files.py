@@ -116,7 +116,7 @@ def test_commands_that_need_the_original_weights_say_so(
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == (
         f"error: '{model}' is a GGUF file. Expected a model directory with config.json and safetensors, because this "
-        "needs the weights as they were before they were rounded. Name the directory of the original model.\n"
+        "needs the weights as they were before they were quantized. Name the directory of the original model.\n"
     )
 
 
