@@ -199,6 +199,7 @@ class LookaheadDrafter:
             Window(window, ngram, prompt=request.prompt, unwanted=self._eos_ids, seed=seed),
             NgramPool(per_key=self._options.lookahead_guesses, max_ngrams=_MOST_NGRAMS),
         )
+        self._follow(self._states[slot], request.prompt)  # here, so that the first draft is not timed with it
 
     def propose(self, context: DraftContext) -> TokenTree:
         """Returns the guesses after each root, then the window."""
@@ -231,17 +232,21 @@ class LookaheadDrafter:
         trie = Trie(tokens[-1])
         if depth <= 0:
             return trie.row(), 1
-        length = self._options.lookahead_ngram
-        if self._options.lookahead_pool_from_prompt:
-            for end in range(max(state.num_pooled + 1, length), len(tokens) + 1):
-                state.pool.add(tokens[end - length], tuple(tokens[end - length + 1 : end]))
-            state.num_pooled = len(tokens)
+        self._follow(state, tokens)
         room = max_nodes - len(state.window.columns) * len(state.window.columns[0]) + 1  # both have the root
         for guess in islice(state.pool.after(tokens[-1]), self._num_guesses):
             trie.add_path(guess[: min(depth, self._guess_len)], room)
         num_drafted = len(trie.tokens)
         state.window.add_to(trie, max_depth=depth, max_nodes=max_nodes)
         return trie.row(), num_drafted
+
+    def _follow(self, state: _State, tokens: Sequence[int]) -> None:
+        """Pools the n-grams of new tokens, if the pool is filled from texts."""
+        if self._options.lookahead_pool_from_prompt:
+            length = self._options.lookahead_ngram
+            for end in range(max(state.num_pooled + 1, length), len(tokens) + 1):
+                state.pool.add(tokens[end - length], tuple(tokens[end - length + 1 : end]))
+            state.num_pooled = len(tokens)
 
 
 def create(options: Options) -> Drafter:

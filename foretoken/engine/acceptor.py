@@ -65,7 +65,7 @@ class Acceptor:
 
     @property
     def is_synthetic(self) -> bool:
-        """Whether accepted lengths are invented, as benchmarks ask for."""
+        """Whether the policy sets the accepted lengths, whatever the target says; see `walk_synthetic`."""
         return self._synthetic is not None
 
     def is_coupled(self, sequence: Sequence) -> bool:
@@ -87,7 +87,7 @@ class Acceptor:
         return logits
 
     def outcomes(self, asked: Verification, output: PassOutput) -> tuple[list[Outcome], float]:
-        """Returns the outcome of each sequence, and the total variation that a lossy rule allowed, mean over trees."""
+        """Returns the outcome of each sequence, and the mean total variation distance that a lossy rule allowed."""
         batch = self._sampling.masked(self._sampling.batch(asked.sequences))
         tree, logits = asked.tree.without_probes(), output.needed_logits
         if self._synthetic is not None:
@@ -108,7 +108,7 @@ class Acceptor:
         return outcomes_on_host(scores, acceptance), lossy_tv
 
     def traces(self, asked: Verification, output: PassOutput, outcomes: list[Outcome]) -> list[TreeTrace | None]:
-        """Returns what the target says at every node of the trees; None for each if it cannot be said."""
+        """Returns a trace of each tree, see `TreeTrace`; None for each if tracing raises, which is logged."""
         try:
             with torch.no_grad():
                 batch = self._sampling.masked(self._sampling.batch(asked.sequences))

@@ -139,7 +139,7 @@ class Engine:
         if any(sequence.wants_prompt_scores for sequence in joining):
             decoding, joining = self._score_prompts(decoding, joining)
         if decoding or joining:
-            self._iterate(decoding, self._scheduler.fewest_first(joining))
+            self._iterate(decoding, self._scheduler.fewest_first(joining) if joining else [])
         self._scheduler.remove_finished()
 
     def _iterate(self, decoding: list[Sequence], joining: list[Sequence], most_nodes: int | None = None) -> None:

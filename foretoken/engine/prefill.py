@@ -185,7 +185,10 @@ class Prefill:
             chunk.sequence.metrics.prefill_seconds += seconds * share
 
     def score_chunk(self, sequence: Sequence, num_decoding: int, exclude: Callable[[Tensor], Tensor]) -> None:
-        """Reads and scores the next tokens of a prompt whose log-probabilities were asked for; `exclude`: of logits."""
+        """Reads and scores the next tokens of a prompt for `prompt_logprobs`.
+
+        `exclude` gets the (R, V) logits and returns them with -inf for tokens that are never generated.
+        """
         begin = time.perf_counter()
         chunks = self.next_chunks([sequence], num_decoding, _MOST_SCORED_TOKENS)
         output = contained(sequence, self._scored, chunks, exclude)

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class Placement(TypedDict, total=False):
-    """Where new weights lie, and their type; torch's defaults without."""
+    """Device and dtype of new weights; torch's defaults where one is missing."""
 
     device: torch.device | None
     dtype: torch.dtype | None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from math import inf
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self
 
@@ -459,15 +459,12 @@ class SamplingBatch:
         def pick(tensor: Tensor | None) -> Tensor | None:
             return None if tensor is None else tensor[rows]
 
-        return SamplingBatch(
+        return replace(
+            self,
             noise=self.noise.select(rows),
-            vocab_size=self.vocab_size,
             greedy=self.greedy[rows],
-            is_all_greedy=self.is_all_greedy,
-            is_any_greedy=self.is_any_greedy,
             temperature=self.temperature[rows],
             top_k=pick(self.top_k),
-            largest_top_k=self.largest_top_k,
             top_p=pick(self.top_p),
             min_p=pick(self.min_p),
             processors=tuple(processor.select(rows) for processor in self.processors),
@@ -487,15 +484,14 @@ class SamplingBatch:
 
         top_k = [p.top_k if 0 < p.top_k < vocab_size else vocab_size for p in params]
         greedy = [p.is_greedy for p in params]
+        temperature = [1.0 if p.is_greedy else p.temperature for p in params]
         return cls(
             noise=KeyedNoise(torch.tensor([r.seed for r in requests], dtype=torch.int64, device=device)),
             vocab_size=vocab_size,
             greedy=torch.tensor(greedy, device=device),
             is_all_greedy=all(greedy),
             is_any_greedy=any(greedy),
-            temperature=torch.tensor(
-                [1.0 if p.is_greedy else p.temperature for p in params], dtype=torch.float32, device=device
-            )[:, None],
+            temperature=torch.tensor(temperature, dtype=torch.float32, device=device)[:, None],
             top_k=column(top_k, vocab_size, torch.int64),
             largest_top_k=max(top_k),
             top_p=column([p.top_p for p in params], 1.0),

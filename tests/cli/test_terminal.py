@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, TextIO
@@ -108,15 +108,17 @@ def test_tables_fit_80_columns(command: str, monkeypatch: pytest.MonkeyPatch) ->
     assert ("host ms" in wide.stdout) == (command == "bench")
 
 
-def steps_shown(monkeypatch: pytest.MonkeyPatch, columns: int, *, after_s: float = 0.0) -> list[str]:
-    """What a terminal of some columns is told of a run of three steps."""
+def steps_shown(
+    monkeypatch: pytest.MonkeyPatch, columns: int, *, after_s: float = 0.0, steps: Sequence[int] = (1, 2, 3)
+) -> list[str]:
+    """What a terminal of some columns is told of `steps` of a run with three."""
     monkeypatch.setenv("COLUMNS", str(columns))
     told = Terminal()
     monkeypatch.setattr(sys, "stderr", told)
     clock = itertools.count(100.0, 10.0)
     monkeypatch.setattr(time, "monotonic", lambda: next(clock))
     with step_progress(3) as show:
-        for step in (1, 2, 3):
+        for step in steps:
             show(
                 StepReport(
                     step=step, done=step / 3, loss=12.5, head_losses=[1.0] * 7, head_matches=[0.5] * 7, rate=1e-3,
@@ -132,6 +134,8 @@ def test_a_line_of_progress_fits_and_names_all_that_is_left(monkeypatch: pytest.
     assert "loss 12.5000, held-out tau 1.250 (step 1)" in shown[0]
     assert max(map(len, shown)) < 80
     assert max(map(len, steps_shown(monkeypatch, 40))) < 40
+    resumed = steps_shown(monkeypatch, 80, steps=[2, 3])
+    assert [line.partition(" loss")[0] for line in resumed] == ["step 2/3,", "step 3/3, 0:00 left,"]
     assert "matches 50% 50% 50% 50% 50% 50% 50%, 321 tokens/s, lr 1.0e-03" in steps_shown(monkeypatch, 200)[0]
 
 
