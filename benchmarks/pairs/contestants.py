@@ -67,6 +67,7 @@ class Contestant:
 
     def share_kept(self) -> None:
         """Copies what the machine keeps of its passes, so that no contestant times them."""
+        cache_directory().mkdir(parents=True, exist_ok=True)  # a machine's first run finds none
         shutil.copytree(cache_directory(), self._cache, dirs_exist_ok=True, ignore=shutil.ignore_patterns(_LEARNED))
 
     def end(self) -> None:
