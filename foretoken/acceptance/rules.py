@@ -1,26 +1,121 @@
-"""The acceptance rules.
+"""What every acceptance rule has: its random choices, its result, the walk down a tree; and the rules of exact match.
 
 Greedy and coupled acceptance take the target's token after a node and descend if a child holds it: for any tree the
-text is that of plain decoding. Drafts that were sampled are tested one by one, or as a block if they form a chain. The
-lossy rules, lenient and typical acceptance, trade the target's distribution for speed; they are off by default.
+text is that of plain decoding. Rules that test drafts by their probabilities are in
+`foretoken.acceptance.sampled_rules`.
 
-Every rule takes a batch of trees, the target's distribution after any node (`log_probs`), and the source of its random
-choices (`decisions`). Trees are drawn in any way where a rule does not say otherwise.
+Rules ask a `Decisions` object instead of drawing numbers. Tests can therefore enumerate every outcome with its exact
+probability, while the engine answers from position-keyed noise.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from foretoken.acceptance.decisions import Acceptance, Decisions, LogProbs, normalised, residual
 from foretoken.core.backend import has_triton_kernels, reads_are_free
-from foretoken.core.token_tree import MAX_NODES, DrawKind, TokenTree
+from foretoken.sampling.batch import best_possible
+from foretoken.sampling.noise import KeyedNoise, Purpose
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
+
+    from foretoken.core.token_tree import TokenTree
+
+LogProbs = Callable[[Tensor], Tensor]
+"""(B,) int64 nodes -> (B, V) log-probabilities of the token after each node, warped by the request."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Acceptance:
+    """The result of an acceptance rule.
+
+    Attributes:
+        path: (B, D) int64, accepted nodes at depth 1.., -1 past the last.
+        num_accepted: (B,) int64.
+        next_token: (B,) int64, the correction or bonus token.
+        lossy_tv: (B,) total-variation distance spent by a lossy rule, summed over tested positions; 0 when lossless.
+    """
+
+    path: Tensor
+    num_accepted: Tensor
+    next_token: Tensor
+    lossy_tv: Tensor
+
+
+class Decisions(Protocol):
+    """Makes the three kinds of random choice; `lane` tells apart choices of one kind within one iteration."""
+
+    def target_token(self, log_probs: Tensor, depth: int) -> Tensor:
+        """Returns (B,) int64 target tokens, drawn from `log_probs`, (B, V); -1 if none is possible.
+
+        The draw belongs to position `depth + 1` after the root and is the same in every iteration.
+        """
+
+    def accept(self, target_prob: Tensor, draft_prob: Tensor, lane: int) -> Tensor:
+        """Returns (B,) bool, true with probability min(1, target / draft), both (B,); never if target_prob is 0."""
+
+    def token(self, probs: Tensor, lane: int) -> Tensor:
+        """Draws from a residual or bonus distribution, (B, V) summing to 1; (B,) int64, -1 if none is possible."""
+
+
+@dataclass(frozen=True, slots=True)
+class KeyedDecisions:
+    """Decisions from position-keyed noise.
+
+    Target tokens are keyed by their absolute position, so they do not depend on drafter or tree. Everything else is
+    keyed by the root's position. No two iterations of a sequence share a root position, so no number is used twice.
+
+    Attributes:
+        noise: The requests' random numbers.
+        root_positions: (B,) int64, absolute position of the root.
+    """
+
+    noise: KeyedNoise
+    root_positions: Tensor
+
+    def target_token(self, log_probs: Tensor, depth: int) -> Tensor:
+        """Draws with the noise of the token's absolute position."""
+        positions = self.root_positions + (depth + 1)
+        return best_possible(log_probs + self.noise.gumbel(positions, Purpose.TARGET, log_probs.shape[1]))
+
+    def accept(self, target_prob: Tensor, draft_prob: Tensor, lane: int) -> Tensor:
+        """Tests u q < p, u keyed by root position and lane. Strict: u <= p/q would accept p = 0 at u = 0."""
+        return self.noise.uniform(self.root_positions, Purpose.ACCEPT, lane) * draft_prob < target_prob
+
+    def token(self, probs: Tensor, lane: int) -> Tensor:
+        """Draws with the noise of root position and lane."""
+        noise = self.noise.gumbel(self.root_positions, Purpose.RESIDUAL, probs.shape[1], lane)
+        return best_possible(probs.log() + noise)
+
+
+def residual(target_probs: Tensor, draft_probs: Tensor) -> Tensor:
+    """Returns the distribution of the correction token after a rejection.
+
+    Args:
+        target_probs: (B, V), rows sum to 1, or to less if the caller has scaled them.
+        draft_probs: (B, V), rows sum to 1.
+
+    Returns:
+        (B, V), norm(max(p - q, 0)); norm(p) where that is 0 throughout: a branch that rounding alone can reach.
+
+    Source: Leviathan et al. 2023 (arXiv 2211.17192), section 2.3.
+    """
+    rest = (target_probs - draft_probs).clamp_min(0)
+    return normalised(torch.where((rest > 0).any(1, keepdim=True), rest, target_probs))
+
+
+def normalised(weights: Tensor) -> Tensor:
+    """Returns weights, (B, V) and not negative, divided by their sum; rows of zeros stay zero.
+
+    There is no lower bound on the sum: a bound would leave rows of small weights with a sum below 1.
+    """
+    total = weights.sum(1, keepdim=True)
+    return weights / torch.where(total > 0, total, 1.0)
 
 
 class ChosenPath(NamedTuple):
@@ -178,239 +273,3 @@ def accept_coupled(tree: TokenTree, log_probs: LogProbs, decisions: Decisions) -
     through the shared noise.
     """
     return walk(tree, lambda node, depth: decisions.target_token(log_probs(node), depth))
-
-
-def accept_sequential(tree: TokenTree, log_probs: LogProbs, decisions: Decisions) -> Acceptance:
-    """Tests each child in draw order, sampled children first (speculative sampling on trees); lossless."""
-    batch_index = torch.arange(tree.batch_size, device=tree.tokens.device)
-    table = sampled_children(tree)
-    siblings = table.shape[2]
-
-    def step(node: Tensor, depth: int) -> tuple[Tensor, Tensor]:
-        probs = log_probs(node).exp()
-        child = torch.full_like(node, -1)
-        for slot in range(siblings):
-            candidate = table[batch_index, node, slot]
-            is_tested = (candidate >= 0) & (child < 0)
-            draft_probs = drawn_distributions(tree, candidate.clamp_min(0), probs)
-            token = tree.tokens.gather(1, candidate.clamp_min(0).unsqueeze(1))
-            p, q = probs.gather(1, token)[:, 0], draft_probs.gather(1, token)[:, 0]
-            # Not `depth * siblings`: that bound is the batch's, and draws must not depend on other sequences.
-            survives = decisions.accept(torch.where(is_tested, p, 0.0), q, depth * MAX_NODES + slot)
-            child = torch.where(survives, candidate, child)
-            is_rejected = is_tested & ~survives
-            probs = torch.where(is_rejected.unsqueeze(1), residual(probs, draft_probs), probs)
-        drawn = decisions.token(probs, depth)
-        return torch.where(child < 0, child_with_token(tree, node, drawn), child), drawn
-
-    return descend(tree, step)
-
-
-def sampled_children(tree: TokenTree) -> Tensor:
-    """Returns (B, N, C) int64, the sampled children of every node in draw order, -1 past the last.
-
-    C is `max_siblings`, or 0 without sampled nodes.
-    """
-    batch, width = tree.tokens.shape
-    if tree.distributions is None:
-        return tree.parents.new_full((batch, width, 0), -1)
-    is_sampled = (tree.distributions.kinds != DrawKind.ONE_HOT) & (tree.parents >= 0)
-    same_parent = tree.parents.unsqueeze(2) == tree.parents.unsqueeze(1)
-    earlier = torch.ones(width, width, dtype=torch.bool, device=tree.tokens.device).tril(-1)
-    rank = (same_parent & earlier & is_sampled.unsqueeze(1)).sum(2)
-    siblings = tree.distributions.max_siblings
-    # Nodes that are not sampled write to one spare entry.
-    flat = tree.parents.new_full((batch, width * siblings + 1), -1)
-    target = torch.where(is_sampled, tree.parents * siblings + rank, width * siblings)
-    flat.scatter_(1, target, torch.arange(width, device=flat.device).expand(batch, width))
-    return flat[:, :-1].view(batch, width, siblings)
-
-
-def drawn_distributions(tree: TokenTree, nodes: Tensor, like: Tensor) -> Tensor:
-    """Returns the draft distributions of drawn nodes, given their earlier siblings.
-
-    Every rule reads draft distributions here.
-
-    Args:
-        tree: Candidates with draft distributions.
-        nodes: (B,) int64, one node of each sequence.
-        like: (B, V), gives dtype.
-
-    Returns:
-        (B, V); arbitrary for roots, chosen nodes and padding.
-    """
-    drafts, nodes = tree.distributions, nodes.unsqueeze(1)
-    assert drafts is not None, "only draft distributions have drawn nodes"
-    row = drafts.row_of.gather(1, nodes)
-    probs = drafts.rows[torch.arange(tree.batch_size, device=nodes.device), row[:, 0].clamp_min(0)].to(like.dtype)
-    if drafts.max_siblings > 1:
-        # A draw without replacement excludes the tokens that were drawn before from the same distribution.
-        is_removed = torch.arange(tree.width, device=nodes.device) < nodes
-        is_removed &= (tree.parents == tree.parents.gather(1, nodes)) & (drafts.row_of == row)
-        is_removed &= drafts.kinds.gather(1, nodes) == DrawKind.WITHOUT_REPLACEMENT
-        taken = torch.zeros_like(probs).scatter_add_(1, tree.tokens, is_removed.to(probs.dtype))
-        probs = torch.where(taken > 0, 0.0, probs)
-    return normalised(probs)
-
-
-def draft_distributions(tree: TokenTree, nodes: Tensor, like: Tensor) -> Tensor:
-    """Returns `drawn_distributions` of drawn nodes and one-hot distributions of chosen nodes; arguments as there.
-
-    Trees need no draft distributions. The rows of roots and padding are arbitrary.
-    """
-    token, drafts = tree.tokens.gather(1, nodes.unsqueeze(1)), tree.distributions
-    if drafts is None:
-        return torch.zeros_like(like).scatter_(1, token, 1.0)
-    is_chosen = drafts.kinds.gather(1, nodes.unsqueeze(1)) == DrawKind.ONE_HOT
-    drawn = torch.where(is_chosen, 0.0, drawn_distributions(tree, nodes, like))
-    return drawn.scatter_add_(1, token, is_chosen.to(drawn.dtype))
-
-
-def accept_block(tree: TokenTree, log_probs: LogProbs, decisions: Decisions) -> Acceptance:
-    """Verifies chains of independently drawn tokens as blocks; lossless.
-
-    Node i's parent is i - 1, and all nodes were drawn from `tree.distributions` independently.
-    """
-    batch, device = tree.batch_size, tree.tokens.device
-    gamma = tree.num_nodes - 1
-    node = torch.zeros(batch, dtype=torch.int64, device=device)
-    accepted = torch.zeros_like(node)
-    target_probs = log_probs(node).exp()
-    prefix = torch.ones(batch, dtype=target_probs.dtype, device=device)  # P_i
-    rest = target_probs  # distribution of the next token if the chain ends at `accepted`
-    next_draft = target_probs  # read from i = 1 on
-    for i in range(tree.max_depth + 1):
-        exists = i <= gamma
-        if i:
-            token = tree.tokens[:, i : i + 1]
-            ratio = target_probs.gather(1, token)[:, 0] / next_draft.gather(1, token)[:, 0]
-            prefix = torch.where(exists, (prefix * ratio).clamp_max(1.0), prefix)
-            node = torch.where(exists, i, node)
-            target_probs = log_probs(node).exp()
-        is_last = gamma == i
-        next_draft = drawn_distributions(tree, torch.full_like(node, min(i + 1, tree.width - 1)), target_probs)
-        scaled = prefix.unsqueeze(1) * target_probs
-        surplus = (scaled - next_draft).clamp_min(0).sum(1)
-        # P_i = 1 and S_i = 0 means p = q: position i then never passes. This changes nothing, because i + 1 surely
-        # passes.
-        passing = torch.where(is_last, prefix, surplus)
-        total = torch.where(is_last, 1.0, surplus + (1 - prefix))
-        survives = decisions.accept(passing, total, i) if i else torch.ones_like(exists)
-        is_accepted = exists & survives
-        accepted = torch.where(is_accepted, i, accepted)
-        ending = torch.where(is_last.unsqueeze(1), target_probs, residual(scaled, next_draft))
-        rest = torch.where(is_accepted.unsqueeze(1), ending, rest)
-    path = torch.arange(1, tree.max_depth + 1, device=device).expand(batch, -1)
-    return Acceptance(
-        path=torch.where(path <= accepted.unsqueeze(1), path, -1),
-        num_accepted=accepted,
-        next_token=decisions.token(rest, 0),
-        lossy_tv=torch.zeros(batch, dtype=torch.float32, device=device),
-    )
-
-
-def accept_lenient(
-    tree: TokenTree,
-    log_probs: LogProbs,
-    unwarped_log_probs: LogProbs,
-    greedy: Tensor,
-    decisions: Decisions,
-    *,
-    lenience: float,
-) -> Acceptance:
-    """Speculative sampling on a chain with a lenience factor l: accepts a token with probability min(1, p / (l q)).
-
-    The correction token comes from norm(max(p - q, 0)), which only fills deficits. The total-variation distance of one
-    position is therefore exactly sum min(p / l, q) - sum min(p, q), reported in `lossy_tv`. A greedy request accepts
-    the most probable token, and any token with a probability at temperature 1 above l times the largest.
-
-    Args:
-        tree: Chains (node i's parent is i - 1), sampled or one-hot.
-        unwarped_log_probs: The target distribution after each node at temperature 1.
-        greedy: (B,) bool, requests at temperature 0.
-        lenience: l in (0, 1]; 1 is lossless.
-
-    Source: Leviathan et al. 2023 (arXiv 2211.17192), appendix A.5; the greedy inequality printed there is reversed.
-    """
-    batch, device = tree.batch_size, tree.tokens.device
-    index = torch.arange(batch, device=device)
-    node = torch.zeros(batch, dtype=torch.int64, device=device)
-    walking = torch.ones(batch, dtype=torch.bool, device=device)
-    probs = log_probs(node).exp()
-    rest = probs
-    spent = torch.zeros(batch, dtype=probs.dtype, device=device)
-    for i in range(1, tree.max_depth + 1):
-        is_tested = walking & (i < tree.num_nodes)
-        token = tree.tokens[:, i : i + 1]
-        draft_probs = draft_distributions(tree, torch.full_like(node, i), probs)
-        p, q = probs.gather(1, token)[:, 0], draft_probs.gather(1, token)[:, 0]
-        raw = unwarped_log_probs(node).exp()
-        # Strictly above, or the argmax itself: at l = 1 a tie that plain decoding breaks differently is not accepted.
-        is_near_best = (p > 0) | (raw.gather(1, token)[:, 0] > lenience * raw.amax(1))
-        survives = torch.where(greedy, is_near_best, decisions.accept(p, lenience * q, i - 1))
-        tv = (torch.minimum(probs / lenience, draft_probs) - torch.minimum(probs, draft_probs)).sum(1)
-        tv = torch.where(greedy, (is_near_best & (p == 0)).to(tv.dtype), tv)
-        spent = spent + torch.where(is_tested, tv, 0.0)
-        walking = is_tested & survives
-        node = torch.where(walking, i, node)
-        kept_probs = log_probs(node).exp()
-        is_rejected = is_tested & ~survives
-        rest = torch.where(is_rejected.unsqueeze(1), residual(probs, draft_probs), rest)
-        rest = torch.where(walking.unsqueeze(1), kept_probs, rest)
-        probs = kept_probs
-    depth = torch.arange(1, tree.max_depth + 1, device=device).expand(batch, -1)
-    return Acceptance(
-        path=torch.where(depth <= node.unsqueeze(1), depth, -1),
-        num_accepted=tree.depths[index, node],
-        next_token=decisions.token(rest, 0),
-        lossy_tv=spent,
-    )
-
-
-def accept_typical(
-    tree: TokenTree,
-    log_probs: LogProbs,
-    decisions: Decisions,
-    *,
-    epsilon: float,
-    delta: float,
-    is_end_drawn: bool = True,
-) -> Acceptance:
-    """Accepts the longest path of typical tokens: p(x) > min(epsilon, delta exp(-H(p))).
-
-    The sum of log p decides among equal lengths. The token after the path is drawn, so a text with drafts that are all
-    refused has the target's distribution. Medusa's code takes the argmax instead: it draws nothing, and such a text is
-    greedy at any temperature. `lossy_tv` is NaN: the distance is unknown for this rule.
-
-    Args:
-        epsilon: Posterior threshold, published 0.09.
-        delta: Posterior alpha, published 0.3 (the square root of epsilon).
-        is_end_drawn: Whether the token after the path is drawn from the target's distribution; otherwise its argmax.
-
-    Source: Cai et al. 2024 (arXiv 2401.10774), section 2.3.1.
-    """
-    batch, width = tree.tokens.shape
-    index = torch.arange(batch, device=tree.tokens.device)
-    root_log_probs = log_probs(torch.zeros_like(tree.num_nodes))
-    is_kept = torch.zeros(batch, width, dtype=torch.bool, device=tree.tokens.device)
-    is_kept[:, 0] = True
-    path_score = torch.zeros(batch, width, dtype=root_log_probs.dtype, device=tree.tokens.device)
-    for i in range(1, width):
-        parent = tree.parents[:, i].clamp_min(0)
-        parent_log_probs = log_probs(parent)
-        probs = parent_log_probs.exp()
-        entropy = -(probs * (probs + 1e-5).log()).sum(1)
-        score = parent_log_probs.gather(1, tree.tokens[:, i : i + 1])[:, 0]
-        is_typical = score.exp() > (delta * (-entropy).exp()).clamp_max(epsilon)
-        is_kept[:, i] = is_kept[index, parent] & is_typical & (tree.parents[:, i] >= 0)
-        path_score[:, i] = path_score[index, parent] + score
-    depths = torch.where(is_kept, tree.depths, -1)
-    longest = depths == depths.amax(1, keepdim=True)
-    best = torch.where(longest, path_score, float("-inf")).argmax(1)
-    end = log_probs(best)
-    return Acceptance(
-        path=tree.path_nodes(best),
-        num_accepted=tree.depths[index, best],
-        next_token=decisions.token(end.exp(), 0) if is_end_drawn else end.argmax(1),
-        lossy_tv=torch.full((batch,), float("nan"), dtype=torch.float32, device=tree.tokens.device),
-    )

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from foretoken.bench.workload import TokenProgress, Workload, no_progress
-from foretoken.core.token_ids import common_prefix_len
+from foretoken.core.token_tree import common_prefix_len
 from foretoken.entrypoints.llm import LLM
 from foretoken.models.generic import generate_plain, run_plain
 from foretoken.sampling.noise import KeyedNoise, Purpose, derive_seed

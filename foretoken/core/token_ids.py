@@ -1,21 +1,10 @@
-"""Compares sequences of token ids, identifies a tokenizer by its vocabulary, and has the table of byte-level ones."""
+"""Identifies a tokenizer by its vocabulary, and has the table of byte-level tokenizers."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from bisect import bisect_left
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-
-def common_prefix_len(first: Sequence[int], second: Sequence[int]) -> int:
-    """Returns the length of the common prefix of two texts."""
-    # Bisection: a dozen comparisons of slices in C are faster than a Python loop over thousands of tokens.
-    most = min(len(first), len(second))
-    return bisect_left(range(most), True, key=lambda at: first[: at + 1] != second[: at + 1])
+from typing import Any
 
 
 def tokenizer_sha(tokenizer: Any) -> str:

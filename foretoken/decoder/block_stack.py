@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from foretoken.attention.dispatch import has_kernel
-from foretoken.attention.layout import AttentionLayout
+from foretoken.attention.layout import AttentionLayout, has_kernel
 from foretoken.core.backend import has_cuda_graphs, runs_cpu_kernels
 from foretoken.core.checks import require
 from foretoken.core.errors import PassError

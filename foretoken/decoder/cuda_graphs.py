@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Generic, NamedTuple, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from foretoken.attention.dispatch import has_kernel
+from foretoken.attention.layout import has_kernel
 from foretoken.core.backend import has_cuda_graphs, has_cuda_runtime
 from foretoken.core.errors import PassError
 from foretoken.core.passes import Pass

@@ -17,8 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from foretoken.attention.dispatch import tree_attention
-from foretoken.attention.layout import AttentionLayout
+from foretoken.attention.layout import AttentionLayout, tree_attention
 from foretoken.core.backend import has_triton_kernels, runs_cpu_kernels
 from foretoken.core.errors import PassError
 from foretoken.decoder.base import PassOutput

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Protocol
 from foretoken.core.backend import integers_on
 from foretoken.core.errors import ConfigError
 from foretoken.core.passes import Pass
-from foretoken.core.token_ids import common_prefix_len
+from foretoken.core.token_tree import common_prefix_len
 from foretoken.drafters.levels import DraftLevels, draft_runner
 from foretoken.drafters.ngram import NgramDrafter, Options
 from foretoken.drafters.vocabularies import DraftModelFiles, vocabulary_map

@@ -18,7 +18,7 @@ from torch import Tensor
 from foretoken.core.backend import integers_on
 from foretoken.core.errors import ConfigError
 from foretoken.core.passes import Pass
-from foretoken.core.token_ids import common_prefix_len
+from foretoken.core.token_tree import common_prefix_len
 from foretoken.decoder.base import UnsuitableError
 from foretoken.decoder.cuda_graphs import GraphDecoder, captured_nodes
 from foretoken.drafters.captured import CapturedExpansion, Prefixes

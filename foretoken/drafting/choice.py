@@ -14,7 +14,7 @@ from foretoken.drafting.draft_timing import MOST_TIMED, time_drafts
 from foretoken.drafting.goodput import Goodput
 from foretoken.drafting.policies import ByBatchSize, Heuristic, SmartSpec
 from foretoken.runner.costs import keep_points, read_points
-from foretoken.runner.facts import as_key, facts_of_passes
+from foretoken.runner.decoders import as_key, facts_of_passes
 from foretoken.trees.stopping import STOP_CONTROLS
 
 if TYPE_CHECKING:

@@ -1,45 +1,47 @@
-"""Acceptance of a verified batch: which nodes of each tree are kept, and the target's token after them.
+"""Acceptance of a verified batch: the accepted nodes of each tree, the target's token after them, and traces.
 
-The rules themselves are in `foretoken.acceptance`; here a batch gets the rule of each of its requests, the target's
-distributions after the requests' parameters, and the quickest way to the same outcome. Sequences stay unchanged.
+The rules are in `foretoken.acceptance`. Here each request of a batch gets its rule and the target's distributions after
+its parameters, in the quickest way to the same outcome. Sequences stay unchanged. A trace costs a pass over the
+vocabulary for each node, and one transfer to the host. Traces change no text.
+
+Letters: B sequences, N nodes, V vocabulary.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-from typing import TYPE_CHECKING
+from dataclasses import replace
+from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
 import torch
+from torch import Tensor
 
-from foretoken.acceptance.rules import walk_chosen
-from foretoken.acceptance.select import AcceptancePolicy, accept
-from foretoken.acceptance.synthetic import walk_synthetic
+from foretoken.acceptance.rules import KeyedDecisions, walk_chosen
+from foretoken.acceptance.select import AcceptancePolicy, accept, walk_synthetic
 from foretoken.core.backend import has_triton_kernels, integers_on, reads_are_free
 from foretoken.core.errors import described
-from foretoken.engine.tracing import traced
-from foretoken.engine.verification import (
-    Outcome,
-    greatest_on_host,
-    outcomes_of_paths,
-    outcomes_on_host,
-    token_choice,
-)
-from foretoken.sampling.node_scores import NodeScores
+from foretoken.core.passes import TokenChoice
+from foretoken.core.records import TreeTrace
+from foretoken.core.token_tree import PROBE
+from foretoken.sampling.batch import NodeScores, best_possible, warp
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from collections.abc import Callable
+    from collections.abc import Sequence as Seq
 
-    from foretoken.acceptance.synthetic import LengthSchedule
-    from foretoken.core.passes import TokenChoice
-    from foretoken.core.records import TreeTrace
-    from foretoken.core.token_tree import TokenTree
+    from foretoken.acceptance.rules import Acceptance, ChosenPath
+    from foretoken.acceptance.select import LengthSchedule
+    from foretoken.core.token_tree import HostFacts, TokenTree
     from foretoken.decoder.base import PassOutput
     from foretoken.drafting.drafting import Drafting
+    from foretoken.engine.iteration import Verification
     from foretoken.engine.sequence import SamplingState, Sequence
-    from foretoken.engine.verification import Verification
     from foretoken.sampling.batch import SamplingBatch
 
+_DRAFTERS = PROBE - 1  # bits of the drafters in `TokenTree.source`
+_COLUMNS = ("token", "parent", "depth", "drafters", "probe", "score", "draft_prob", "prob", "target", "target_prob")
 _log = logging.getLogger(__name__)
 
 
@@ -73,11 +75,24 @@ class Acceptor:
         return self._are_coupled[sequence.is_seeded]
 
     def choice(self, asked: Verification, device: torch.device) -> TokenChoice | None:
-        """Returns how a decoder may choose tokens itself; None if it is to take the greatest logits."""
-        is_plain = self._impossible_ids is None
-        if not asked.sequences or (is_plain and self._sampling.batch(asked.sequences).is_all_greedy):
+        """Tells a decoder how to choose tokens of requests that use temperature alone; None for the greatest logits.
+
+        For other requests the decoder's choice is ignored.
+        """
+        impossible = self._impossible_ids
+        if not asked.sequences or (impossible is None and self._sampling.batch(asked.sequences).is_all_greedy):
             return None
-        return token_choice(asked.sequences, asked.offsets, self._impossible_ids, device)
+        params = [s.params for s in asked.sequences]
+        scales = [p.inverse_temperature if p.is_plain else 0.0 for p in params]
+        if not reads_are_free(device) or (impossible is None and not any(scales)):
+            return None
+        counts = np.diff(asked.offsets)
+        seeds = np.array([s.sampling.seed for s in asked.sequences], dtype=np.int64)
+        return TokenChoice(
+            inverse_temperature=torch.from_numpy(np.repeat(np.array(scales, dtype=np.float32), counts)),
+            seeds=torch.from_numpy(np.repeat(seeds, counts)),
+            impossible_ids=impossible,
+        )
 
     def exclude_impossible(self, logits: Tensor) -> Tensor:
         """Sets logits (R, V) of tokens that are never generated to -inf, in place, and returns them."""
@@ -164,3 +179,218 @@ class Acceptor:
             chosen=output.chosen,
         )
         return scores, roots
+
+
+class Outcome(NamedTuple):
+    """Decision of acceptance for one sequence, on the host.
+
+    Attributes:
+        num_valid: Number of leading tokens with finite target logits that the request's parameters allow.
+        num_drafted: Drafted nodes of the tree that could be accepted.
+        tree_depth: Greatest depth of these nodes.
+        sources: `TokenTree.source` of the accepted nodes; all 1 if one drafter proposed the tree.
+        drafted: `TokenTree.source` of the nodes of `num_drafted`, in any order.
+    """
+
+    path: list[int]
+    tokens: list[int]
+    num_valid: int
+    num_drafted: int
+    tree_depth: int
+    sources: list[int]
+    drafted: list[int]
+
+
+def outcomes_on_host(scores: NodeScores, acceptance: Acceptance) -> list[Outcome]:
+    """Brings all outcomes of an iteration to the host in one transfer; `scores` has the tree without probes."""
+    tree, path, nodes = scores.tree, acceptance.path, acceptance.path.clamp_min(0)
+    is_finite = scores.by_node(torch.isfinite(scores.logits.amax(1)))
+    columns = [
+        acceptance.num_accepted.unsqueeze(1), acceptance.next_token.unsqueeze(1), path, tree.tokens.gather(1, nodes),
+        is_finite[:, :1], is_finite.gather(1, nodes),
+    ]  # fmt: skip
+    facts = _facts_of_drafts(tree)
+    if facts is None:
+        is_drafted = tree.parents >= 0
+        columns += [is_drafted.sum(1, keepdim=True), (tree.depths * is_drafted).amax(1, keepdim=True)]
+    if tree.source is not None:
+        columns += [tree.source.gather(1, nodes), torch.where(tree.parents >= 0, tree.source, 0)]
+    outcomes, depth = [], path.shape[1]
+    for row, values in enumerate(torch.cat(columns, dim=1).tolist()):  # the synchronisation
+        accepted, next_token = values[:2]
+        on_path, tokens, is_valid = values[2 : 2 + depth], values[2 + depth : 2 + 2 * depth], values[2 + 2 * depth :]
+        rest = values[3 + 3 * depth :]
+        num_drafted, tree_depth = (facts.num_nodes[row] - 1, facts.depths[row]) if facts is not None else rest[:2]
+        # Each token needs a finite row of logits at the root or on the path; the first bad row ends the sequence. A
+        # row without a possible token draws -1: the request's parameters may exclude all tokens.
+        num_valid = min([*is_valid[: accepted + 1], 0].index(0), accepted + (next_token >= 0))
+        outcomes.append(
+            Outcome(
+                path=on_path[:accepted],
+                tokens=[*tokens[:accepted], next_token],
+                num_valid=num_valid,
+                num_drafted=num_drafted,
+                tree_depth=tree_depth,
+                sources=rest[2 : 2 + accepted] if tree.source is not None else [1] * accepted,
+                drafted=[1] * num_drafted if tree.source is None else [each for each in rest[2 + depth :] if each],
+            )
+        )
+    return outcomes
+
+
+def outcomes_of_paths(tree: TokenTree, paths: Seq[ChosenPath]) -> list[Outcome]:
+    """Returns the outcomes of B accepted paths; a last token of -1 means that its logits are not finite.
+
+    `tree` has no probes and lies on a device where reads are free.
+    """
+    facts = _facts_of_drafts(tree)
+    rows: list[tuple[list[int], list[int], list[int]]] = []
+    if facts is None:
+        sources = torch.ones_like(tree.tokens) if tree.source is None else tree.source
+        rows = list(zip(tree.parents.tolist(), tree.depths.tolist(), sources.tolist(), strict=True))
+    outcomes = []
+    for row, (path, tokens) in enumerate(paths):
+        if facts is not None:
+            num_drafted, tree_depth = facts.num_nodes[row] - 1, facts.depths[row]
+            accepted, drafted = [1] * len(path), [1] * num_drafted
+        else:
+            parents, depths, of_nodes = rows[row]
+            nodes = [node for node, parent in enumerate(parents) if parent >= 0]
+            num_drafted, tree_depth = len(nodes), max([depths[node] for node in nodes], default=0)
+            accepted = [of_nodes[node] for node in path]
+            drafted = [of_nodes[node] for node in nodes if of_nodes[node]]
+        outcomes.append(
+            Outcome(
+                path=path,
+                tokens=tokens,
+                num_valid=len(path) + (tokens[-1] >= 0),
+                num_drafted=num_drafted,
+                tree_depth=tree_depth,
+                sources=accepted,
+                drafted=drafted,
+            )
+        )
+    return outcomes
+
+
+def _facts_of_drafts(tree: TokenTree) -> HostFacts | None:
+    """Returns host facts of trees without probes, if they hold all that outcomes need."""
+    facts = tree.host_facts
+    return facts if facts is not None and tree.source is None and facts.are_depths_exact else None
+
+
+def greatest_on_host(logits: Tensor) -> list[int]:
+    """Returns R tokens with the greatest logit of (R, V) float32 on a CPU, the lowest among equals.
+
+    A token is -1 if the greatest logit is not finite.
+    """
+    rows = logits.numpy()  # NumPy's argmax is vectorised along a row, torch's is not
+    best = rows.argmax(1)
+    is_finite = np.isfinite(rows[np.arange(len(rows)), best])  # argmax treats NaN as the greatest
+    tokens: list[int] = np.where(is_finite, best, -1).tolist()
+    return tokens
+
+
+def traced(
+    scores: NodeScores,
+    rules: Seq[str],
+    root_positions: Tensor,
+    outcomes: Seq[Outcome],
+    credit: Callable[[int], Seq[str]],
+    impossible_ids: Tensor | None,
+) -> list[TreeTrace]:
+    """Returns the traces of B trees as verified, probes included; one transfer to the host.
+
+    Args:
+        rules: B names, see `AcceptancePolicy.rule_for`.
+        root_positions: (B,) int64.
+        credit: Returns the names of the drafters in a bit set of `TokenTree.source`.
+        impossible_ids: (U,) int64 token ids that are never generated, if the logits do not exclude them; else None.
+    """
+    if impossible_ids is not None:
+        scores = replace(scores, logits=scores.logits.index_fill(1, impossible_ids, -math.inf))
+    tree = scores.tree
+    probs, targets, target_probs = _answers(scores, rules, root_positions)
+    nothing = torch.full_like(probs, math.nan)
+    source = torch.ones_like(tree.tokens) if tree.source is None else tree.source
+    columns = [
+        tree.tokens, tree.parents, tree.depths, source & _DRAFTERS, (source & PROBE) != 0,
+        nothing if tree.scores is None else tree.scores, _draft_probs(tree, nothing), probs, targets, target_probs,
+    ]  # fmt: skip
+    packed = torch.stack([column.double() for column in columns], dim=2)  # ids and bit sets are far below 2^53
+    positions, counts = root_positions.double().unsqueeze(1), tree.num_nodes.double().unsqueeze(1)
+    values = torch.cat([positions, counts, packed.flatten(1)], dim=1).tolist()  # the synchronisation
+    return [
+        _trace(*each, has_scores=tree.scores is not None, credit=credit)
+        for each in zip(values, rules, outcomes, strict=True)
+    ]
+
+
+def _trace(
+    values: list[float], rule: str, outcome: Outcome, *, has_scores: bool, credit: Callable[[int], Seq[str]]
+) -> TreeTrace:
+    position, count, *packed = values
+    of = {name: packed[index :: len(_COLUMNS)][: int(count)] for index, name in enumerate(_COLUMNS)}
+    draft_probs = [_known(value) for value in of["draft_prob"]]
+    return TreeTrace(
+        rule="coupled" if rule == "drawn" else rule,
+        position=int(position),
+        tokens=list(map(int, of["token"])),
+        parents=list(map(int, of["parent"])),
+        depths=list(map(int, of["depth"])),
+        drafters=[(), *(tuple(credit(int(bits))) for bits in of["drafters"][1:])],
+        probes=frozenset(node for node, is_probe in enumerate(of["probe"]) if is_probe),
+        scores=of["score"] if has_scores else None,
+        draft_probs=draft_probs if any(value is not None for value in draft_probs) else None,
+        token_probs=[None, *map(_known, of["prob"][1:])],
+        target_tokens=list(map(int, of["target"])),
+        target_probs=list(map(_known, of["target_prob"])),
+        path=outcome.path,
+        next_token=outcome.tokens[-1],
+    )
+
+
+def _known(value: float) -> float | None:
+    return None if math.isnan(value) else value
+
+
+def _draft_probs(tree: TokenTree, nothing: Tensor) -> Tensor:
+    """Returns (B, N) draft probabilities of nodes, NaN for nodes that were chosen instead of drawn."""
+    drafts = tree.distributions
+    if drafts is None:
+        return nothing
+    sequence = torch.arange(tree.batch_size, device=tree.tokens.device).unsqueeze(1)
+    probs = drafts.rows[sequence, drafts.row_of.clamp_min(0), tree.tokens].float()
+    return torch.where(drafts.row_of >= 0, probs, nothing)
+
+
+def _answers(scores: NodeScores, rules: Seq[str], root_positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns the target's answer at every node; visits one node a sequence at a time, to bound memory by (B, V).
+
+    Answers are (B, N) float32 probabilities of the nodes' tokens under their parents (NaN at roots), (B, N) int64
+    tokens of the target, and (B, N) float32 probabilities of the target's tokens.
+    """
+    tree, batch, device = scores.tree, scores.batch, scores.logits.device
+    # Acceptance used tokens drawn for all nodes at once; drawing them again could round differently.
+    drawn = scores.drawn_everywhere(root_positions) if "drawn" in rules else None
+    is_drawn = torch.tensor([rule == "drawn" for rule in rules], device=device)
+    is_coupled = torch.tensor([rule == "coupled" for rule in rules], device=device)
+    probs = torch.full(tree.tokens.shape, math.nan, device=device)
+    targets, target_probs = torch.full_like(tree.tokens, -1), probs.clone()
+    for node in range(tree.width):
+        nodes = (tree.num_nodes - 1).clamp_max(node)
+        logits = scores.processed(nodes)
+        log_probs = torch.where(batch.greedy.unsqueeze(1), logits.log_softmax(1), warp(logits, batch))
+        target = best_possible(log_probs)
+        if batch.is_any_greedy:
+            target = torch.where(batch.greedy, best_possible(logits), target)
+        if "coupled" in rules:
+            positions = root_positions + tree.depths.gather(1, nodes.unsqueeze(1))[:, 0]
+            coupled = KeyedDecisions(batch.noise, positions).target_token(log_probs, 0)
+            target = torch.where(is_coupled, coupled, target)
+        if drawn is not None:
+            target = torch.where(is_drawn, drawn[:, node], target)
+        targets[:, node] = target
+        target_probs[:, node] = log_probs.gather(1, target.clamp_min(0).unsqueeze(1))[:, 0].exp()
+        probs = torch.where(tree.parents == node, log_probs.gather(1, tree.tokens).exp(), probs)
+    return probs, targets, target_probs

@@ -1,16 +1,21 @@
 """The decoding loop: prefill → [ propose → verify → accept → commit ]* → finish, over a ragged batch.
 
-An iteration makes one target pass over all running sequences, including prompts that are still being read. One transfer
-brings the outcome of acceptance to the host; a tree without `HostFacts` costs the guard one more. Sequences join when a
-slot is free and leave when they stop. An iteration changes nothing before it commits, so the engine decodes a batch
-that fails again, one sequence at a time. Only a sequence that fails alone ends.
+`Engine.step` is one iteration: a target pass over all running sequences, including prompts that are still being read.
+One transfer brings the outcome of acceptance to the host; a tree without `HostFacts` costs the guard one more.
+Sequences join when a slot is free and leave when they stop. An iteration changes nothing before it commits, so the
+engine decodes a batch that fails again, one sequence at a time. Only a sequence that fails alone ends.
+
+What else hangs on an iteration, and where: prompts to be scored in `_next_parts`, retries in `_smaller`, forced chains
+of grammars in `_propose`, predictions in `Drafting.propose`, synthetic acceptance in `Acceptor.outcomes`, traces in
+`_accept`, records in `_record`.
 """
 
 from __future__ import annotations
 
 import logging
+import traceback
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -22,17 +27,9 @@ from foretoken.decoder.cuda_graphs import WARM_UPS
 from foretoken.drafters.base import DraftContext
 from foretoken.drafting.drafting import Draft
 from foretoken.engine.acceptor import Acceptor
-from foretoken.engine.prefill import Prefill
+from foretoken.engine.iteration import Prefill, VerifiedBatch, newly_committed, sequence_step, verification
 from foretoken.engine.scheduler import EngineCounts, Scheduler
 from foretoken.engine.sequence import MemoryPressure, SamplingState, contained, fail, slot_of, token_scores
-from foretoken.engine.verification import (
-    Launched,
-    Outcome,
-    VerifiedBatch,
-    newly_committed,
-    sequence_step,
-    verification,
-)
 from foretoken.grammars.drafts import GrammarBounds
 
 if TYPE_CHECKING:
@@ -43,7 +40,10 @@ if TYPE_CHECKING:
     from foretoken.acceptance.select import AcceptancePolicy
     from foretoken.core.records import SequenceStep, StageSeconds, TreeTrace
     from foretoken.core.results import Metric
+    from foretoken.decoder.base import PassOutput
     from foretoken.drafting.drafting import Drafting
+    from foretoken.engine.acceptor import Outcome
+    from foretoken.engine.iteration import Verification
     from foretoken.engine.scheduler import SlotPool
     from foretoken.engine.sequence import Sequence
     from foretoken.runner.runner import Runner
@@ -51,6 +51,20 @@ if TYPE_CHECKING:
 
 NO_TOKEN = "no token is possible: the target's logits, or what the request's parameters make of them, are not finite."
 _log = logging.getLogger(__name__)
+
+
+class Part(NamedTuple):
+    """The sequences of one pass.
+
+    Attributes:
+        decoding: Sequences with all KV rows but the root's.
+        joining: Sequences with prompts that are still being read. One of the two lists is not empty.
+        most_nodes: Cap on the nodes of each tree, after a pass that did not fit into memory; None for no cap.
+    """
+
+    decoding: list[Sequence]
+    joining: list[Sequence]
+    most_nodes: int | None = None
 
 
 class Engine:
@@ -130,52 +144,44 @@ class Engine:
         """Runs one iteration: a pass over a tree of each decoding sequence and over chunks of prompts.
 
         The last chunk of a prompt ends with its first root, so the pass that reads the chunk also gives the first
-        token. If weights were written to since the last iteration, all cached KV rows are dropped first.
+        token. If weights were written to since the last iteration, all cached KV rows are dropped first. A part that
+        fails runs again in smaller parts.
         """
         if not self.follow_weights():
             return
         self._scheduler.schedule()
-        decoding, joining = self._prefill.divided(self._scheduler.running)
-        if any(sequence.wants_prompt_scores for sequence in joining):
-            decoding, joining = self._score_prompts(decoding, joining)
-        if decoding or joining:
-            self._iterate(decoding, self._scheduler.fewest_first(joining) if joining else [])
+        parts = self._next_parts()
+        while parts:
+            draft: Draft | None = None
+            part, clock = parts.pop(0), StageClock(self.target.device)
+            try:
+                draft = self._propose(part)
+                verified = self._accept(draft, *self._verify(part, draft, clock), clock)
+            except Exception as err:  # noqa: BLE001 - one request's failure, whatever it is, must not end the others
+                parts = [*self._smaller(err, part, draft), *parts]
+            else:
+                self._commit(verified, clock)
+                del verified  # it holds the logits of the pass
         self._scheduler.remove_finished()
 
-    def _iterate(self, decoding: list[Sequence], joining: list[Sequence], most_nodes: int | None = None) -> None:
-        """Proposes, verifies, accepts and commits. What fails is decoded again in smaller parts, see `_smaller`.
+    def _next_parts(self) -> list[Part]:
+        """Returns the work of an iteration, at most one part; a prompt to be scored first has a pass of its own."""
+        decoding, joining = self._prefill.divided(self._scheduler.running)
+        if any(sequence.wants_prompt_scores for sequence in joining):
+            scored = self._scheduler.fewest_first([s for s in joining if s.wants_prompt_scores])
+            self._prefill.score_chunk(scored[0], len(decoding), self.acceptor.exclude_impossible)
+            decoding, joining = self._prefill.divided(self._scheduler.running)
+            joining = [s for s in joining if not s.wants_prompt_scores]
+        if not (decoding or joining):
+            return []
+        return [Part(decoding, self._scheduler.fewest_first(joining) if joining else [])]
 
-        Sequences in `decoding` have all KV rows but the root's; the prompts of `joining` are being read. One of the two
-        is not empty.
-        """
-        clock = StageClock(self.target.device)
-        draft: Draft | None = None
-        try:
-            draft = self._propose(decoding, joining, most_nodes)
-            verified = self._accept(self._launch(decoding, joining, draft, clock), clock)
-        except Exception as err:  # noqa: BLE001 - one request's failure, whatever it is, must not end the others
-            is_memory_short = is_out_of_memory(err)
-            smaller = self._smaller(err, decoding, joining, draft, most_nodes)
-        else:
-            self._commit(verified, clock)
-            return
-        if smaller and is_memory_short:  # outside `except`: the error no longer holds tensors of the pass
-            self._memory.note_failure()
-        for part in smaller:
-            self._iterate(*part)
-
-    def _smaller(
-        self,
-        error: Exception,
-        decoding: list[Sequence],
-        joining: list[Sequence],
-        draft: Draft | None,
-        most_nodes: int | None,
-    ) -> list[tuple[list[Sequence], list[Sequence], int | None]]:
-        """Returns the parts in which a failed iteration runs again; none if a single sequence failed and was ended.
+    def _smaller(self, error: Exception, part: Part, draft: Draft | None) -> list[Part]:
+        """Returns the parts in which a failed part runs again; none if a single sequence failed and was ended.
 
         Without memory trees become narrower; anything else, and what fails with roots alone, runs one by one.
         """
+        decoding, joining, most_nodes = part
         fewer = 0
         if is_out_of_memory(error):
             width = 1 if draft is None else draft.tree.width
@@ -183,8 +189,12 @@ class Engine:
         if not fewer and len(decoding) + len(joining) == 1:
             fail([*decoding, *joining][0], error)
             return []
+        if is_out_of_memory(error):
+            traceback.clear_frames(error.__traceback__)  # they hold tensors of the pass
+            self._memory.note_failure()
         groups = [decoding] if fewer else [[sequence] for sequence in decoding]
-        return [*((group, [], fewer or most_nodes) for group in groups), *(([], [each], None) for each in joining)]
+        return [*(Part(group, [], fewer or most_nodes) for group in groups),
+                *(Part([], [each]) for each in joining)]  # fmt: skip
 
     def follow_weights(self) -> bool:
         """Drops all KV rows if weights were written to; running sequences are then read again.
@@ -199,16 +209,8 @@ class Engine:
             return False
         return True
 
-    def _score_prompts(
-        self, decoding: list[Sequence], joining: list[Sequence]
-    ) -> tuple[list[Sequence], list[Sequence]]:
-        """Scores a chunk of one prompt, in a pass of its own; returns who decodes and reads in the next pass."""
-        scored = self._scheduler.fewest_first([s for s in joining if s.wants_prompt_scores])
-        self._prefill.score_chunk(scored[0], len(decoding), self.acceptor.exclude_impossible)
-        decoding, joining = self._prefill.divided(self._scheduler.running)
-        return decoding, [s for s in joining if not s.wants_prompt_scores]
-
-    def _propose(self, sequences: list[Sequence], joining: list[Sequence], most_nodes: int | None) -> Draft:
+    def _propose(self, part: Part) -> Draft:
+        sequences, joining, most_nodes = part
         if not sequences:
             return Draft(TokenTree.roots([], device=self.target.device), num_proposed=[], is_committed=False)
         most = most_nodes if self._memory.allows_drafts else 1
@@ -220,21 +222,23 @@ class Engine:
             draft = self._drafting.constrained(draft, [self._grammar_bounds(s, most) for s in sequences])
         return draft
 
-    def _launch(self, decoding: list[Sequence], joining: list[Sequence], draft: Draft, clock: StageClock) -> Launched:
+    def _verify(self, part: Part, draft: Draft, clock: StageClock) -> tuple[Verification, PassOutput]:
         """Runs the target on the drafts and on chunks of prompts; on an accelerator it may still be at work then."""
         clock.mark()
         every = self._drafting.reads.attention_every if _is_read(draft) else 0
         has_attention = every > 0 and self._num_read % every == 0
-        asked, work = verification(self.target, self._prefill, decoding, joining, draft, has_attention=has_attention)
+        asked, work = verification(
+            self.target, self._prefill, part.decoding, part.joining, draft, has_attention=has_attention
+        )
         choice = self.acceptor.choice(asked, self.target.device)
         output = self.target.run(work if choice is None else replace(work, choice=choice))
         clock.mark()
-        return Launched(asked, draft, output)
+        return asked, output
 
-    def _accept(self, launched: Launched, clock: StageClock) -> VerifiedBatch:
+    def _accept(self, draft: Draft, asked: Verification, output: PassOutput, clock: StageClock) -> VerifiedBatch:
         """Brings the outcome to the host, and moves accepted KV rows into place. Leaves the sequences unchanged."""
-        asked, draft, output = launched
-        outcomes, lossy_tv = list[Outcome](), 0.0
+        lossy_tv = 0.0
+        outcomes: list[Outcome] = []
         traces: list[TreeTrace | None] = [None] * len(asked.sequences)
         if asked.sequences:
             if output.logits is not None and output.chosen is None:

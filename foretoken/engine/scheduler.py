@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from foretoken.core.results import Counter as CounterMetric
 from foretoken.core.results import Gauge, Metric, Vector
-from foretoken.core.token_ids import common_prefix_len
+from foretoken.core.token_tree import common_prefix_len
 from foretoken.drafters.base import DraftRequest, Prefix
 from foretoken.engine.sequence import contained
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from foretoken.drafting.drafting import Drafting
     from foretoken.engine.sequence import Client, Sequence
     from foretoken.runner.runner import Runner
-    from foretoken.sampling.batch import HistoryTable
+    from foretoken.sampling.processors import HistoryTable
 
 
 class EngineCounts:

@@ -12,8 +12,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from foretoken.acceptance.select import AcceptancePolicy
-from foretoken.acceptance.synthetic import joint_rates
+from foretoken.acceptance.select import AcceptancePolicy, joint_rates
 from foretoken.core.checks import as_python, check_text, shown
 from foretoken.core.errors import ConfigError, nearest_name_hint
 from foretoken.drafters.registry import drafter_options, is_method, known_methods, offered_methods, unknown_method

@@ -15,13 +15,12 @@ from foretoken.files.helper_process import HelperProcess, TooSlow
 from foretoken.files.processes import ForkLock
 from foretoken.grammars import checking_process
 from foretoken.grammars.schemas import refused_place, without_unknown_formats
-from foretoken.sampling.grammar import Ends, GrammarState
+from foretoken.sampling.processors import Ends, GrammarState
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Mapping, Sequence
 
-    from foretoken.core.sampling_params import SamplingParams
-    from foretoken.core.structured_outputs import StructuredOutputsParams
+    from foretoken.core.sampling_params import SamplingParams, StructuredOutputsParams
 
 _LONGEST_S = 5.0  # to compile one grammar; a choice: a JSON schema takes milliseconds, a hostile one minutes
 

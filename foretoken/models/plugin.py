@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from foretoken.attention.dispatch import tree_attention
+from foretoken.attention.layout import tree_attention
 from foretoken.core.errors import ModelError
 from foretoken.models.forward_pass import ATTENTION_NAME, current_layout, current_pass
 

@@ -22,8 +22,7 @@ from foretoken.core.passes import Pass
 from foretoken.core.token_tree import TokenTree, TreeRow
 from foretoken.decoder.slot_cache import SlotCache, affordable_rows
 from foretoken.files.user_cache import KeptEntries, is_number
-from foretoken.runner.decoders import layer_shapes, make_decoder
-from foretoken.runner.facts import as_key, facts_of_passes
+from foretoken.runner.decoders import as_key, facts_of_passes, layer_shapes, make_decoder
 from foretoken.runner.self_test import NUM_ROWS, refusing
 
 if TYPE_CHECKING:

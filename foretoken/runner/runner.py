@@ -1,7 +1,7 @@
 """The runner: a model over preallocated KV slots, as a target or as a draft model.
 
 The engine calls prefill, verify and commit; draft models call `run` to expand a tree level by level. The caller keeps
-the cache lengths. A decoder computes the passes; `foretoken.runner.choice` chooses the decoder when the runner is made.
+the cache lengths. A decoder computes the passes; `foretoken.runner.decoders` chooses the decoder when the runner is made.
 
 Letters: B sequences, T tokens fed, N tree nodes, V vocabulary, D hidden size, F taps.
 """
@@ -22,9 +22,8 @@ from foretoken.core.token_tree import MAX_NODES
 from foretoken.decoder.base import TreeDrafting
 from foretoken.decoder.slot_cache import GRANULE, SlotCache, affordable_rows
 from foretoken.models.model_changes import WeightWrites
-from foretoken.runner.choice import PassWidths, choose_decoder
 from foretoken.runner.costs import CostWatch, pass_costs
-from foretoken.runner.decoders import DECODERS, drafting_decoder, layer_shapes
+from foretoken.runner.decoders import DECODERS, PassWidths, choose_decoder, drafting_decoder, layer_shapes
 from foretoken.runner.self_test import NUM_ROWS
 
 if TYPE_CHECKING:
@@ -82,7 +81,7 @@ class Runner:
                 memory.
             usual_nodes: Nodes of a frequent wide tree, for the choice of the decoder; None for `max_nodes`.
             prefill_chunk: Prompt tokens of a pass.
-            runner: A decoder, or a way to choose one; see `foretoken.runner.choice`.
+            runner: A decoder, or a way to choose one; see `foretoken.runner.decoders`.
             costs: Returns pass costs by decoder; None reads or measures them, see `pass_costs`.
             shares_rows: Whether slots share KV rows if memory is too small for the longest sequence in every slot. The
                 caller then calls `cache.reserve` before a pass writes rows.

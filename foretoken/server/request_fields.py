@@ -10,8 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 from foretoken.core.checks import check_boolean, check_integer, check_sequence, shown
 from foretoken.core.errors import RequestError, listed
-from foretoken.core.sampling_params import MOST_TOKENS, OTHER_FIELDS, OtherField, SamplingParams
-from foretoken.core.structured_outputs import StructuredOutputsParams
+from foretoken.core.sampling_params import (
+    MOST_TOKENS,
+    OTHER_FIELDS,
+    OtherField,
+    SamplingParams,
+    StructuredOutputsParams,
+)
 from foretoken.server.json_body import ApiError
 from foretoken.server.tools import functions_of, tool_use
 

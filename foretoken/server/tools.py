@@ -14,7 +14,7 @@ from urllib.parse import urljoin
 
 from foretoken.core.checks import shown
 from foretoken.core.errors import ConfigError, RequestError, listed, nearest_name_hint
-from foretoken.core.structured_outputs import StructuredOutputsParams
+from foretoken.core.sampling_params import StructuredOutputsParams
 from foretoken.server.call_syntax import JSON, PYTHON, BracketReader
 from foretoken.server.json_body import ApiError
 from foretoken.server.xml_calls import XmlReader

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from foretoken.acceptance.decisions import Acceptance, Decisions, LogProbs
+from foretoken.acceptance.rules import Acceptance, Decisions, LogProbs
 from foretoken.core.token_tree import DraftDistributions, TokenTree
 
 # Distributions are sums of some 10^5 float64 products, each good to 1e-16 relative: 1e-12 leaves three digits of room,

@@ -6,8 +6,8 @@ import torch
 from enumeration import Drafts, ExactLaw, Rule, exact_distributions
 from torch import Tensor
 
-from foretoken.acceptance.rules import accept_block, accept_coupled, accept_greedy, accept_sequential
-from foretoken.acceptance.traversal import accept_traversal
+from foretoken.acceptance.rules import accept_coupled, accept_greedy
+from foretoken.acceptance.sampled_rules import accept_block, accept_sequential, accept_traversal
 
 RULES: dict[str, Rule] = {
     "greedy": lambda tree, log_probs, _: accept_greedy(tree, lambda nodes: log_probs(nodes).argmax(1)),

@@ -29,19 +29,17 @@ from float_edges import engine_drafts, table
 from penalised import penalised_rule, penalised_target, without_the_node_itself, without_the_path
 from torch import Tensor
 
-from foretoken.acceptance.decisions import Acceptance, Decisions, LogProbs, residual
-from foretoken.acceptance.rules import (
+from foretoken.acceptance.rules import Acceptance, Decisions, LogProbs, child_with_token, descend, residual
+from foretoken.acceptance.sampled_rules import (
     accept_block,
     accept_lenient,
     accept_sequential,
+    accept_traversal,
     accept_typical,
-    child_with_token,
-    descend,
     draft_distributions,
     drawn_distributions,
     sampled_children,
 )
-from foretoken.acceptance.traversal import accept_traversal
 from foretoken.core.token_tree import MAX_NODES, DrawKind, TokenTree
 
 VOCAB = 3
@@ -291,7 +289,7 @@ def scaled_rows(every_draft: Drafts) -> Drafts:
     return replace(every_draft, tree=replace(every_draft.tree, distributions=distribution))
 
 
-RULES, TRAVERSAL_RESIDUAL = "foretoken.acceptance.rules.", "foretoken.acceptance.traversal.residual"
+RULES = "foretoken.acceptance.sampled_rules."
 LENIENT = replace(CHAIN, rule=lenient(1.0))
 LARGER = setting(accept_sequential, larger_of_two, (1,))
 TOP = setting(accept_sequential, said_to_be_drawn, (2,))
@@ -358,17 +356,17 @@ MUTANTS: dict[str, Mutant] = {
         "weights[index, node].unsqueeze(1) * path_probs", "path_probs"
     ),
     "traversal, weight left out of the residual": traversal_with("weight.unsqueeze(1) * path_probs", "path_probs"),
-    "traversal, residual not normalised": Mutant(TRAVERSAL, patches={TRAVERSAL_RESIDUAL: not_normalised}),
-    "traversal, residual replaced by p": Mutant(TRAVERSAL, patches={TRAVERSAL_RESIDUAL: unchanged}),
+    "traversal, residual not normalised": Mutant(TRAVERSAL, patches={RULES + "residual": not_normalised}),
+    "traversal, residual replaced by p": Mutant(TRAVERSAL, patches={RULES + "residual": unchanged}),
     "traversal, draft distribution not updated after a deletion": Mutant(
         TRAVERSAL, broken=replace(TRAVERSAL, drafts=marked(TRAVERSAL.drafts, DrawKind.INDEPENDENT))
     ),
     "traversal, rows off by one": Mutant(TRAVERSAL, lookup=parent_row),
     "penalties of the root only": Mutant(
-        PENALISED, patches={"foretoken.sampling.batch.History.extended": without_the_path}
+        PENALISED, patches={"foretoken.sampling.processors.History.extended": without_the_path}
     ),
     "penalties one token late": Mutant(
-        PENALISED, patches={"foretoken.sampling.batch.History.extended": without_the_node_itself}
+        PENALISED, patches={"foretoken.sampling.processors.History.extended": without_the_node_itself}
     ),
     **{
         f"float32, {rule.__name__}, sum of later siblings bounded below": Mutant(

@@ -8,7 +8,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from foretoken.acceptance.decisions import LogProbs
+from foretoken.acceptance.rules import LogProbs
 from foretoken.core.token_tree import DraftDistributions, DrawKind, TokenTree, TreeRow
 
 VOCAB = 6

@@ -11,16 +11,14 @@ from hypothesis import strategies as st
 from random_trees import Batch, batches, chains, trees
 from torch import Tensor
 
-from foretoken.acceptance.decisions import Acceptance, KeyedDecisions
-from foretoken.acceptance.rules import (
+from foretoken.acceptance.rules import Acceptance, KeyedDecisions, accept_coupled, accept_greedy
+from foretoken.acceptance.sampled_rules import (
     accept_block,
-    accept_coupled,
-    accept_greedy,
     accept_lenient,
     accept_sequential,
+    accept_traversal,
     accept_typical,
 )
-from foretoken.acceptance.traversal import accept_traversal
 from foretoken.core.token_tree import TokenTree, TreeRow
 from foretoken.sampling.noise import KeyedNoise
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from foretoken.acceptance.decisions import KeyedDecisions, residual
+from foretoken.acceptance.rules import KeyedDecisions, residual
 from foretoken.sampling.noise import KeyedNoise
 
 

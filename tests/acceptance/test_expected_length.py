@@ -9,8 +9,8 @@ from enumeration import EXACT, Drafts, exact_distribution
 from lossless_rules import OF_TREES, laws
 from torch import Tensor
 
-from foretoken.acceptance.decisions import KeyedDecisions
-from foretoken.acceptance.rules import accept_block, accept_coupled, accept_sequential
+from foretoken.acceptance.rules import KeyedDecisions, accept_coupled
+from foretoken.acceptance.sampled_rules import accept_block, accept_sequential
 from foretoken.sampling.noise import KeyedNoise, Purpose
 
 

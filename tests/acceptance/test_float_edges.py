@@ -18,13 +18,12 @@ from lossless_rules import OF_TREES, worst
 from torch import Tensor
 from toy_decoding import chi_square_p_value
 
-from foretoken.acceptance.decisions import normalised
+from foretoken.acceptance.rules import normalised
 from foretoken.acceptance.select import AcceptancePolicy, accept
 from foretoken.core.sampling_params import SamplingParams
 from foretoken.core.token_tree import DrawKind
-from foretoken.sampling.batch import SamplingBatch, SamplingRequest
+from foretoken.sampling.batch import NodeScores, SamplingBatch, SamplingRequest
 from foretoken.sampling.draft_draws import DraftDraws, stated_probs
-from foretoken.sampling.node_scores import NodeScores
 from foretoken.trees.choices import TreeShape
 from foretoken.trees.expansion import TreeExpansion
 
@@ -138,7 +137,7 @@ def test_the_former_formula_is_refused(rule: str, monkeypatch: pytest.MonkeyPatc
     tiny = torch.finfo(torch.float32).tiny
     monkeypatch.setattr("foretoken.trees.expansion.stated_probs", torch.exp)
     monkeypatch.setattr(
-        "foretoken.acceptance.rules.normalised", lambda left: left / left.sum(1, keepdim=True).clamp_min(tiny)
+        "foretoken.acceptance.sampled_rules.normalised", lambda left: left / left.sum(1, keepdim=True).clamp_min(tiny)
     )
     counts = first_tokens(rule, TreeShape.cartesian((2, 2)))
     assert chi_square_p_value(counts, torch.tensor(TARGET).double()) < 1e-6

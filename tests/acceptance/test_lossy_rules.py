@@ -9,8 +9,8 @@ from drafting import CASES, Proposal, best, drafts, independent, random_table, t
 from enumeration import EXACT, Rule, exact_distribution
 from torch import Tensor
 
-from foretoken.acceptance.decisions import Acceptance, Decisions, KeyedDecisions, LogProbs
-from foretoken.acceptance.rules import accept_lenient, accept_typical
+from foretoken.acceptance.rules import Acceptance, Decisions, KeyedDecisions, LogProbs
+from foretoken.acceptance.sampled_rules import accept_lenient, accept_typical
 from foretoken.acceptance.select import LOSSLESS_RULES, LOSSY_RULES
 from foretoken.core.token_tree import TokenTree, TreeRow
 from foretoken.sampling.noise import KeyedNoise

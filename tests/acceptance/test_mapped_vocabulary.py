@@ -10,7 +10,7 @@ from drafting import drafts, independent, tables, without_replacement
 from end_to_end.tiny_llms import byte_level_tokenizer
 from enumeration import EXACT, exact_distribution
 
-from foretoken.acceptance.rules import accept_block, accept_sequential
+from foretoken.acceptance.sampled_rules import accept_block, accept_sequential
 from foretoken.drafters.vocabularies import Vocabulary, VocabularyMap
 
 

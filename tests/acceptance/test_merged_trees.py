@@ -13,8 +13,8 @@ from enumeration import EXACT, Drafts, exact_distribution
 from lossless_rules import OF_TREES, laws, worst
 from torch import Tensor
 
-from foretoken.acceptance.rules import accept_coupled, accept_sequential
-from foretoken.acceptance.traversal import accept_traversal
+from foretoken.acceptance.rules import accept_coupled
+from foretoken.acceptance.sampled_rules import accept_sequential, accept_traversal
 from foretoken.core.token_tree import PROBE, TokenTree
 from foretoken.trees import merge
 from foretoken.trees.merge import Continuation, merge_trees, prune, with_continuations

@@ -8,7 +8,7 @@ from enumeration import exact_distribution
 from mutants import MUTANTS
 from torch import Tensor
 
-from foretoken.acceptance.decisions import KeyedDecisions
+from foretoken.acceptance.rules import KeyedDecisions
 from foretoken.sampling.noise import KeyedNoise, Purpose
 
 

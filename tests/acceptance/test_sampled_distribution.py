@@ -29,9 +29,8 @@ from toy_decoding import (
     shared_noise,
 )
 
-from foretoken.acceptance.decisions import Acceptance, Decisions, LogProbs
-from foretoken.acceptance.rules import accept_block, accept_coupled, accept_sequential
-from foretoken.acceptance.traversal import accept_traversal
+from foretoken.acceptance.rules import Acceptance, Decisions, LogProbs, accept_coupled
+from foretoken.acceptance.sampled_rules import accept_block, accept_sequential, accept_traversal
 from foretoken.core.token_tree import DrawKind, TokenTree
 from foretoken.sampling.noise import KeyedNoise, Purpose
 from foretoken.trees.choices import TreeShape
@@ -102,8 +101,7 @@ def test_coupled_drafts_are_mostly_accepted() -> None:
 
 @pytest.mark.parametrize("rule", [accept_sequential, accept_block, accept_traversal])
 def test_residual_replaced_by_the_target_is_refused(rule: Rule, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("rules", "traversal"):
-        monkeypatch.setattr(f"foretoken.acceptance.{module}.residual", lambda target_probs, draft_probs: target_probs)
+    monkeypatch.setattr("foretoken.acceptance.sampled_rules.residual", lambda target_probs, draft_probs: target_probs)
     assert p_value(generate(rule, CHAIN, SEEDS, kind=DrawKind.WITHOUT_REPLACEMENT)) < LEVEL
 
 

@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 from random_trees import Batch, batches
 from test_rule_selection import scores_of
 
-from foretoken.acceptance.decisions import KeyedDecisions
-from foretoken.acceptance.select import AcceptancePolicy, accept
-from foretoken.acceptance.synthetic import (
+from foretoken.acceptance.rules import KeyedDecisions
+from foretoken.acceptance.select import (
+    AcceptancePolicy,
     LengthSchedule,
+    accept,
     accept_synthetic,
     joint_rates,
     rates_of_length,

@@ -11,7 +11,7 @@ import torch
 from drafting import random_table
 from torch import Tensor
 
-from foretoken.acceptance.decisions import Acceptance, Decisions, KeyedDecisions, LogProbs
+from foretoken.acceptance.rules import Acceptance, Decisions, KeyedDecisions, LogProbs
 from foretoken.core.token_tree import DraftDistributions, DrawKind, TokenTree
 from foretoken.sampling.noise import KeyedNoise, Purpose
 from foretoken.trees.choices import TreeShape

@@ -6,7 +6,7 @@ import pytest
 import torch
 from attention_loop import loop_attention
 
-from foretoken.attention.dispatch import reference_attention
+from foretoken.attention.layout import reference_attention
 
 # float64 against float64: only the order of sums differs, over at most 7 terms of order 1.
 EXACT = {"rtol": 0.0, "atol": 1e-12}

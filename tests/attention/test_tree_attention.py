@@ -11,8 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from passes import LONGEST_PREFIX, MOST_NODES, SLOTS, some_passes
 
-from foretoken.attention.dispatch import tree_attention
-from foretoken.attention.layout import AttentionLayout
+from foretoken.attention.layout import AttentionLayout, tree_attention
 from foretoken.core.passes import Pass
 
 HEADS, KV_HEADS, KEY_WIDTH, VALUE_WIDTH = 4, 2, 4, 6

@@ -10,8 +10,7 @@ from command_line import run
 
 from foretoken.bench.verify import verify_setups
 from foretoken.bench.workload import Workload
-from foretoken.engine.acceptor import Acceptor
-from foretoken.engine.verification import Outcome
+from foretoken.engine.acceptor import Acceptor, Outcome
 from foretoken.entrypoints.config import parse_setup
 from foretoken.models.loading import load_model, load_tokenizer
 

@@ -13,8 +13,7 @@ from decoder.test_block_stack import E, block, chains, in_dtype, matrix, numbers
 from pairwise import slow_products
 from torch import Tensor
 
-from foretoken.attention.dispatch import reference_attention
-from foretoken.attention.layout import AttentionLayout
+from foretoken.attention.layout import AttentionLayout, reference_attention
 from foretoken.core.errors import PassError
 from foretoken.core.passes import Pass
 from foretoken.core.token_tree import TokenTree, TreeRow

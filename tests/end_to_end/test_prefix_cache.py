@@ -23,7 +23,7 @@ from pairwise import slow_products
 
 from foretoken import LLM, RequestOutput, SamplingParams
 from foretoken.core.results import GenerationMetrics
-from foretoken.core.token_ids import common_prefix_len
+from foretoken.core.token_tree import common_prefix_len
 
 DRAFTERS = {runner: drafters(dtype=dtype) for runner, dtype in RUNNERS.items()}
 # One of every kind of state that a drafter keeps by slot: rows of a draft model, of a head's block, of an LSTM; the

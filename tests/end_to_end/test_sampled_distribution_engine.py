@@ -30,8 +30,6 @@ from end_to_end.stop_rules import stop_rule
 from end_to_end.tiny_llms import EndsEarly, draft_model
 from tiny_models import tiny_model
 
-import foretoken.acceptance.rules
-import foretoken.acceptance.traversal
 from foretoken import LLM, SamplingParams
 from foretoken.core.results import GenerationMetrics
 from foretoken.decoder.native_head import HeadKernels
@@ -269,8 +267,7 @@ def test_trees_that_requests_bound(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_broken_residual_is_found(setting: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Correction tokens from the target's own distribution instead of the residual."""
-    for module in (foretoken.acceptance.rules, foretoken.acceptance.traversal):
-        monkeypatch.setattr(module, "residual", lambda p, q: p / p.sum(1, keepdim=True))
+    monkeypatch.setattr("foretoken.acceptance.sampled_rules.residual", lambda p, q: p / p.sum(1, keepdim=True))
     texts, _ = sample(setting, monkeypatch)
     assert chi_square_level(texts, exact_distribution(setting)) < LEVEL
 

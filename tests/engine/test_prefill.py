@@ -14,7 +14,7 @@ from pairwise import slow_products
 from foretoken import LLM, SamplingParams
 from foretoken.core.errors import ConfigError
 from foretoken.core.passes import Pass
-from foretoken.engine.prefill import Chunk, Prefill, PrefillBudget
+from foretoken.engine.iteration import Chunk, Prefill, PrefillBudget
 
 PROMPTS = [[5, 6, 7], list(range(3, 33)), list(range(30, 50)), [9], list(range(20, 44))]
 PARAMS = SamplingParams(temperature=0.8, seed=3, max_tokens=12, ignore_eos=True)

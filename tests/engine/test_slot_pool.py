@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from foretoken.core.token_ids import common_prefix_len
+from foretoken.core.token_tree import common_prefix_len
 from foretoken.drafters.base import Prefix
 from foretoken.engine.scheduler import Held, SlotPool, Taken
 

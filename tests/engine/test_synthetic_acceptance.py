@@ -13,7 +13,7 @@ from end_to_end.tiny_llms import drafters, llm
 from pairwise import slow_products
 
 from foretoken import LLM, SamplingParams
-from foretoken.acceptance.synthetic import joint_rates
+from foretoken.acceptance.select import joint_rates
 from foretoken.core.errors import ConfigError, RequestError
 from foretoken.core.records import StepRecord
 from foretoken.core.results import Counter, GenerationMetrics, RequestOutput

@@ -29,8 +29,7 @@ from cuda_tree import (
 from kernel_device import DEVICE, few
 from torch import Tensor
 
-from foretoken.attention.dispatch import reference_attention
-from foretoken.attention.layout import AttentionLayout
+from foretoken.attention.layout import AttentionLayout, reference_attention
 from foretoken.core import passes
 from foretoken.core.errors import ConfigError
 

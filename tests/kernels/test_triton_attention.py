@@ -20,8 +20,7 @@ from kernel_device import DEVICE, GuardedMemory, OnDevice, random_parents
 from pairwise import slow_products
 from triton_masked import masked_attention_triton
 
-from foretoken.attention.dispatch import reference_attention
-from foretoken.attention.layout import AttentionLayout
+from foretoken.attention.layout import AttentionLayout, reference_attention
 from foretoken.attention.triton_tree import choose_num_splits, choose_tiling, tree_attention_triton
 from foretoken.attention.triton_weights import WeighedTokens, attention_weights_triton
 from foretoken.core.passes import Pass, PassTables

@@ -9,8 +9,7 @@ import pytest
 import torch
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from foretoken.attention.dispatch import reference_attention
-from foretoken.attention.layout import AttentionLayout
+from foretoken.attention.layout import AttentionLayout, reference_attention
 from foretoken.core.errors import ModelError
 from foretoken.core.passes import Pass
 from foretoken.decoder.slot_cache import LayerShape, SlotCache

@@ -12,7 +12,7 @@ import pytest
 
 from foretoken.core.errors import ModelError
 from foretoken.models.loading import LoadedModel, load_model, wrap_model
-from foretoken.runner import decoders, proofs
+from foretoken.runner import decoders
 from foretoken.runner.runner import Runner
 
 MODEL = Path("models/tinycode")
@@ -41,7 +41,7 @@ class Checks:
 @pytest.fixture
 def tests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Checks:
     monkeypatch.setenv("FORETOKEN_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(proofs, "_SMALL", 0)
+    monkeypatch.setattr(decoders, "_SMALL", 0)
     return Checks(monkeypatch)
 
 
@@ -64,7 +64,7 @@ def test_the_same_files_are_tested_once(tests: Checks, directory: Path) -> None:
 
 def test_other_code_tests_again(tests: Checks, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert tests.needed(load_model(directory))
-    monkeypatch.setattr(proofs, "code_version", lambda: "another")
+    monkeypatch.setattr(decoders, "code_version", lambda: "another")
     assert tests.needed(load_model(directory))
 
 
@@ -82,6 +82,6 @@ def test_weights_in_memory_and_small_models_are_always_tested(
     loaded = load_model(directory)
     for _ in range(2):
         assert tests.needed(wrap_model(loaded.module, name="mine"))
-    monkeypatch.setattr(proofs, "_SMALL", 1 << 30)
+    monkeypatch.setattr(decoders, "_SMALL", 1 << 30)
     for _ in range(2):
         assert tests.needed(load_model(directory))

@@ -14,8 +14,7 @@ from tiny_models import WINDOW, random_model, tiny_model
 from torch import Tensor
 from transformers import DogeConfig, PhimoeConfig
 
-from foretoken.attention.dispatch import tree_attention
-from foretoken.attention.layout import AttentionLayout
+from foretoken.attention.layout import AttentionLayout, tree_attention
 from foretoken.core.errors import ModelError
 from foretoken.core.passes import Pass
 from foretoken.core.token_tree import TokenTree

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from foretoken.core.sampling_params import SamplingParams
-from foretoken.sampling.batch import History, HistoryTable, SamplingBatch, SamplingRequest
+from foretoken.sampling.batch import SamplingBatch, SamplingRequest
+from foretoken.sampling.processors import History, HistoryTable
 
 VOCAB = 8
 NEVER = -math.inf

@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING, Any, Self
 from foretoken.core.checks import shown
 from foretoken.core.errors import ConfigError, ModelError, RequestError, one_line
 from foretoken.core.sampling_params import SamplingParams
-from foretoken.core.token_ids import common_prefix_len, tokenizer_sha
+from foretoken.core.token_ids import tokenizer_sha
+from foretoken.core.token_tree import common_prefix_len
 from foretoken.files.bounded_reads import check_regular
 from foretoken.training.data.records import Document, Record
 

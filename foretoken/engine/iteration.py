@@ -1,16 +1,21 @@
-"""Reads prompts into the KV cache: chooses the chunks of the next pass and commits them."""
+"""The work of one iteration, trees of decoding sequences and chunks of prompts in one pass, and what follows from it.
+
+Letters: B sequences, N nodes, V vocabulary, K tokens of one sequence.
+"""
 
 from __future__ import annotations
 
 import time
+from collections import Counter
 from dataclasses import replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
 from foretoken.core.backend import integers_on
 from foretoken.core.passes import Pass
-from foretoken.drafters.base import Committed
-from foretoken.engine.sequence import contained, token_scores
+from foretoken.core.records import SequenceStep
+from foretoken.drafters.base import Committed, Verified
+from foretoken.engine.sequence import contained, slot_of, token_scores
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -18,8 +23,11 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from foretoken.core.records import TreeTrace
+    from foretoken.core.token_tree import TokenTree
     from foretoken.decoder.base import PassOutput
-    from foretoken.drafting.drafting import Drafting
+    from foretoken.drafting.drafting import Draft, Drafting
+    from foretoken.engine.acceptor import Outcome
     from foretoken.engine.sequence import Sequence
     from foretoken.runner.runner import Runner
 
@@ -99,11 +107,6 @@ class Prefill:
         self._target, self._drafting = target, drafting
 
     @staticmethod
-    def is_over(sequence: Sequence) -> bool:
-        """Whether the cache has all tokens of a sequence but the root."""
-        return sequence.num_cached == len(sequence.tokens) - 1
-
-    @staticmethod
     def divided(sequences: Seq[Sequence]) -> tuple[list[Sequence], list[Sequence]]:
         """Returns the sequences that decode, and the sequences with unread prompts; leaves out finished ones."""
         decoding: list[Sequence] = []
@@ -127,9 +130,10 @@ class Prefill:
         chunks, left = list[Chunk](), self.budget.tokens(num_decoding, most, max(observed, _LEAST))
         observed = min(observed, left)
         for sequence in sequences:
-            if self.is_over(sequence) or sequence.slot is None or left == 0:
+            if sequence.num_cached == len(sequence.tokens) - 1 or sequence.slot is None or left == 0:
                 continue
-            start, unread = sequence.num_cached, _num_unread(sequence)
+            start, unread = sequence.num_cached, len(sequence.tokens) - sequence.num_cached
+            unread -= sequence.wants_prompt_scores  # the root of a scored prompt has a pass of its own
             count = min(unread, left)
             if 0 < unread - count < observed:
                 count = unread - observed
@@ -204,6 +208,156 @@ class Prefill:
         return output
 
 
-def _num_unread(sequence: Sequence) -> int:
-    """Returns the tokens left for chunks. If the prompt is scored, the root has a pass of its own."""
-    return len(sequence.tokens) - sequence.num_cached - sequence.wants_prompt_scores
+class Verification(NamedTuple):
+    """The work of one iteration for the target: B trees, and chunks of prompts.
+
+    Attributes:
+        sequences: B; decoding sequences, then sequences with prompts that end in this pass.
+        tree: The trees of the sequences, probes included; the root alone where a prompt ends.
+        offsets: B + 1; node i of tree b has row `offsets[b] + i` of the logits.
+        trees: The part of the pass with the trees of decoding sequences; None without any.
+        num_decoding: Tokens of that part.
+        chunks: Chunks of prompts, the rest of the pass.
+    """
+
+    sequences: list[Sequence]
+    tree: TokenTree
+    offsets: Seq[int]
+    trees: Pass | None
+    num_decoding: int
+    chunks: list[Chunk]
+
+
+class VerifiedBatch(NamedTuple):
+    """One iteration of some sequences after acceptance and before commit, with a trace of each sequence."""
+
+    asked: Verification
+    draft: Draft
+    output: PassOutput
+    outcomes: list[Outcome]
+    lossy_tv: float
+    traces: Seq[TreeTrace | None]
+
+    def logits_of(self, row: int) -> Tensor:
+        """Returns the (N, V) logits of one sequence's tree."""
+        return self.output.needed_logits[self.asked.offsets[row] : self.asked.offsets[row + 1]]
+
+
+def verification(
+    target: Runner,
+    prefill: Prefill,
+    decoding: list[Sequence],
+    joining: list[Sequence],
+    draft: Draft,
+    *,
+    has_attention: bool = False,
+) -> tuple[Verification, Pass]:
+    """Returns the work of an iteration and its pass; `draft` is for `decoding`, `joining` still read prompts.
+
+    has_attention: Whether attention weights of the first and last node of each tree are needed.
+    """
+    trees, num_nodes = None, 0
+    if decoding:
+        slots, lengths = [], []
+        for sequence in decoding:
+            slots.append(slot_of(sequence))
+            lengths.append(len(sequence.tokens) - 1)
+        trees = target.verification(slots, lengths, draft.tree, has_features=draft.is_committed)
+        num_nodes = trees.offsets[-1]
+        if has_attention:
+            ends = {node for start, end in pairwise(trees.offsets) for node in (start, end - 1)}
+            trees = replace(trees, attention_rows=integers_on(sorted(ends), trees.tokens.device))
+    chunks = prefill.next_chunks(joining, num_nodes) if joining else []
+    if not chunks:
+        if trees is None:
+            raise RuntimeError("an iteration decodes sequences or reads prompts")
+        return Verification(decoding, draft.tree, trees.offsets, trees, num_nodes, chunks), trees
+    ending = [chunk.sequence for chunk in chunks if chunk.is_last]
+    asked = Verification(
+        sequences=[*decoding, *ending],
+        tree=draft.tree.with_roots([s.tokens[-1] for s in ending]),
+        offsets=[*([0] if trees is None else trees.offsets), *range(num_nodes + 1, num_nodes + 1 + len(ending))],
+        trees=trees,
+        num_decoding=num_nodes,
+        chunks=chunks,
+    )
+    prompts = prefill.as_pass(chunks)
+    return asked, prompts if trees is None else trees.with_chains(prompts)
+
+
+def newly_committed(
+    roots: list[int],
+    trees: Pass,
+    tree: TokenTree,
+    outcomes: list[Outcome],
+    output: PassOutput,
+    top_ids: Tensor | None,
+) -> Committed:
+    """Returns what drafters learn: root and accepted path of every sequence, with their features.
+
+    `trees` is the part of the pass with the trees, which others may follow.
+    """
+    features = output.features
+    starts = trees.offsets[:-1]
+    paths: list[list[int]] = []
+    tokens: list[list[int]] = []
+    for root, outcome in zip(roots, outcomes, strict=True):
+        paths.append(outcome.path)
+        tokens.append([root, *outcome.tokens[: len(outcome.path)]])
+    if features is not None:
+        nodes = [start + node for start, path in zip(starts, paths, strict=True) for node in (0, *path)]
+        if nodes == list(range(len(nodes))):
+            # Cloned: drafters keep the features, and a view would keep those of the whole pass.
+            features = features if len(nodes) == len(features) else features[: len(nodes)].clone()
+        else:
+            features = features.index_select(0, integers_on(nodes, features.device))
+    return Committed(
+        slots=trees.slots,
+        starts=trees.prefix_lens,
+        tokens=tokens,
+        features=features,
+        verified=Verified(tree=tree, paths=paths, offsets=trees.offsets, top_ids=top_ids),
+        attention=None if trees.attention_rows is None else output.attention_over(trees.prefix_lens),
+    )
+
+
+def sequence_step(
+    drafting: Drafting,
+    sequence: Sequence,
+    outcome: Outcome,
+    generated: list[int],
+    num_proposed: int | None,
+    trace: TreeTrace | None = None,
+    *,
+    ends_prompt: bool = False,
+) -> SequenceStep:
+    """Returns the record of one sequence's iteration; cuts the trace if the sequence ended inside the path."""
+    accepted = min(len(outcome.path), len(generated))
+    if trace is not None and len(generated) <= len(outcome.path):
+        trace = replace(trace, path=outcome.path[:accepted], next_token=None)
+    names: dict[int, tuple[str, ...]] = {}
+    drafted: dict[str, int] = {}
+    for source, count in Counter(outcome.drafted).items():
+        names[source] = drafting.credit(source)
+        for name in names[source]:
+            drafted[name] = drafted.get(name, 0) + count
+    accepted_from: list[tuple[str, ...]] = []
+    accepted_by: dict[str, int] = {}
+    for source in outcome.sources[:accepted]:
+        accepted_from.append(names[source])
+        for name in names[source]:
+            accepted_by[name] = accepted_by.get(name, 0) + 1
+    return SequenceStep(
+        request_id=sequence.request_id,
+        num_drafted=outcome.num_drafted,
+        tree_depth=outcome.tree_depth,
+        num_accepted=accepted,
+        num_emitted=len(generated),
+        tokens=generated,
+        accepted_by=accepted_by,
+        drafted_by=drafted,
+        num_proposed=num_proposed,
+        accepted_from=accepted_from,
+        ends_prompt=ends_prompt,
+        trace=trace,
+    )
