@@ -66,7 +66,7 @@ lint: $(VENV)/.test $(VENV)/.lint
 	$(BIN)/python .ci/check_repository.py
 	$(BIN)/python .ci/check_size.py
 
-# `make fuzz FUZZ="threads --count 2000 --seed 7"`; targets: requests, threads, models, checkpoints, caches, bodies.
+# `make fuzz FUZZ="threads --count 2000 --seed 7"`; targets: requests, threads, models, checkpoints, bodies.
 fuzz: $(VENV)/.test
 	$(BIN)/python -m tests.fuzz $(FUZZ)
 

@@ -125,13 +125,6 @@ class ChosenPath(NamedTuple):
     tokens: list[int]
 
 
-class HostPath(NamedTuple):
-    """Accepted nodes of one sequence in order, and the token after them, on the host."""
-
-    nodes: list[int]
-    next_token: int
-
-
 def descend(tree: TokenTree, step: Callable[[Tensor, int], tuple[Tensor, Tensor]]) -> Acceptance:
     """Descends from the root until a step finds no child.
 
@@ -201,30 +194,29 @@ def _walk_on_device(tree: TokenTree, choose: Callable[[Tensor, int], Tensor]) ->
     return descend(tree, step)
 
 
-def _walk_on_host(tree: TokenTree, choose: Callable[[list[int], int], list[int]]) -> list[HostPath]:
+def _walk_on_host(tree: TokenTree, choose: Callable[[list[int], int], list[int]]) -> list[ChosenPath]:
     """Does `walk` in plain Python: on a CPU reading a tensor is cheaper than an operation on it."""
     rows = list(zip(tree.tokens.tolist(), tree.parents.tolist(), strict=True))
-    nodes, next_token = [0] * len(rows), [0] * len(rows)
-    paths: list[list[int]] = [[] for _ in rows]
-    walking = list(range(len(rows)))
+    nodes, walking = [0] * len(rows), list(range(len(rows)))
+    paths = [ChosenPath([], []) for _ in rows]
     for depth in range(tree.max_depth + 1):
         chosen = choose(nodes, depth)
         for row in list(walking):
-            next_token[row] = token = chosen[row]
-            child = _child_of(*rows[row], nodes[row], token) if depth < tree.max_depth else None
+            paths[row].tokens.append(chosen[row])
+            child = _child_of(*rows[row], nodes[row], chosen[row]) if depth < tree.max_depth else None
             if child is None:
                 walking.remove(row)
             else:
                 nodes[row] = child
-                paths[row].append(child)
+                paths[row].nodes.append(child)
         if not walking:
             break
-    return list(map(HostPath, paths, next_token))
+    return paths
 
 
-def _as_tensors(tree: TokenTree, paths: list[HostPath]) -> Acceptance:
+def _as_tensors(tree: TokenTree, paths: list[ChosenPath]) -> Acceptance:
     packed = torch.tensor([
-        [len(nodes), token, *nodes, *[-1] * (tree.max_depth - len(nodes))] for nodes, token in paths
+        [len(nodes), tokens[-1], *nodes, *[-1] * (tree.max_depth - len(nodes))] for nodes, tokens in paths
     ])  # fmt: skip
     return Acceptance(
         path=packed[:, 2:],
@@ -260,8 +252,7 @@ def accept_chosen(tree: TokenTree, chosen: Tensor) -> Acceptance:
         )
     if reads_are_free(chosen.device):
         starts = range(0, chosen.numel(), chosen.shape[1])
-        paths = walk_chosen(tree, chosen.flatten().tolist(), starts)
-        return _as_tensors(tree, [HostPath(path.nodes, path.tokens[-1]) for path in paths])
+        return _as_tensors(tree, walk_chosen(tree, chosen.flatten().tolist(), starts))
     return _walk_on_device(tree, lambda nodes, _: chosen.gather(1, nodes.unsqueeze(1))[:, 0])
 
 

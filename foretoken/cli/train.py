@@ -356,7 +356,7 @@ def stop(
     from foretoken.bench.workload import TokenProgress, make_workload, read_prompts
     from foretoken.drafters.base import LONGEST_CHAIN
     from foretoken.training import stopping
-    from foretoken.trees.stopping import TRAINED, check_place, write_rule
+    from foretoken.trees.stopping import TRAINED, check_rule_path, write_rule
 
     name, drafter_options = _one_drafter(speculative_config, model)
     asked = read_prompts(prompts, limit=num_prompts)
@@ -371,7 +371,7 @@ def stop(
     place, depth = Path(str(drafter_options.model)), min(depth or LONGEST_CHAIN, deepest or _DEEPEST)
     if not place.exists():
         raise ConfigError(f"'{place}' is no directory here. Expected one, to keep the rules in. Download the drafter.")
-    check_place(place)
+    check_rule_path(place)
     seconds = stopping.iteration_seconds(
         loaded, tokenizer, workload.prompts, options=drafter_options, controls=("fixed", *TRAINED), depth=depth
     )

@@ -89,11 +89,11 @@ def check_text(name: str, value: Any, *, error: type[ForetokenError] = RequestEr
         )
 
 
-def check_sequence(name: str, value: Any, expected: str, *, error: type[ForetokenError] = RequestError) -> None:
-    """Raises `error` unless `value` is a list, tuple, set or array; `expected` describes it in the message."""
+def check_sequence(name: str, value: Any, expected: str) -> None:
+    """Raises `RequestError` unless `value` is a list, tuple, set or array; `expected` describes it in the message."""
     is_other = isinstance(value, str | bytes | bytearray | memoryview | Mapping) or getattr(value, "ndim", 1) == 0
     if is_other or not isinstance(value, Collection):
-        raise error(f"{name} is {shown(value)}. Expected {expected}.")
+        raise RequestError(f"{name} is {shown(value)}. Expected {expected}.")
 
 
 def as_python(value: Any, depth: int = 2) -> Any:
@@ -242,10 +242,10 @@ def _sentences(errors: list[ErrorDetails], values: Mapping[str, Any], what: str)
     return f"{shown('.'.join(path))} of {what} is {shown(value)}. {'; or: '.join(reasons)}."
 
 
-def _found(values: Any, place: tuple[int | str, ...]) -> tuple[list[str], Any]:
+def _found(values: Any, location: tuple[int | str, ...]) -> tuple[list[str], Any]:
     """Follows a pydantic location through keys and entries; the location ends with names of types."""
     path: list[str] = []
-    for step in place:
+    for step in location:
         if isinstance(values, Mapping):
             is_there = step in values
         else:

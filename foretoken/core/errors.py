@@ -39,17 +39,17 @@ class RequestError(ForetokenError):
 class FormError(RequestError):
     """Raised for a form of output that cannot be followed.
 
-    `place` is the way to the keyword of a JSON schema that is at fault, or empty.
+    `path` leads to the keyword of a JSON schema that is at fault; it may be empty.
     """
 
-    def __init__(self, kind: str, fault: str, advice: str, place: tuple[str, ...] = ()) -> None:
+    def __init__(self, kind: str, fault: str, advice: str, path: tuple[str, ...] = ()) -> None:
         """`kind` is a field of `structured_outputs`, which begins the sentence that `fault` ends."""
-        self.fault, self.advice, self.place = fault, advice, place
-        super().__init__(self.about(f"{kind} of structured_outputs", place, advice))
+        self.fault, self.advice, self.path = fault, advice, path
+        super().__init__(self.about(f"{kind} of structured_outputs", path, advice))
 
-    def about(self, subject: str, place: tuple[str, ...], advice: str) -> str:
+    def about(self, subject: str, path: tuple[str, ...], advice: str) -> str:
         """Returns the message for another name of the form."""
-        at = f" at {'.'.join(place)[:200]}" if place else ""
+        at = f" at {'.'.join(path)[:200]}" if path else ""
         return f"{subject}{at} {self.fault}. {advice}"
 
 

@@ -64,12 +64,6 @@ class TreeTrace:
     path: Sequence[int]
     next_token: int | None
 
-    @property
-    def is_accepted(self) -> list[bool]:
-        """Whether each of the N nodes is on the accepted path; False for the root."""
-        accepted = set(self.path)
-        return [node in accepted for node in range(len(self.tokens))]
-
     def outcomes(self) -> list[NodeOutcome]:
         """Returns the outcome of each of the N nodes."""
         reached, end = {0, *self.path}, [0, *self.path][-1]
@@ -94,8 +88,8 @@ class TreeTrace:
         nodes = [0, *self.path]
         if node not in nodes:
             return None
-        place = nodes.index(node) + 1
-        return self.tokens[nodes[place]] if place < len(nodes) else self.next_token
+        following = nodes.index(node) + 1
+        return self.tokens[nodes[following]] if following < len(nodes) else self.next_token
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

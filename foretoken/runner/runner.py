@@ -1,7 +1,7 @@
 """The runner: a model over preallocated KV slots, as a target or as a draft model.
 
 The engine calls prefill, verify and commit; draft models call `run` to expand a tree level by level. The caller keeps
-the cache lengths. A decoder computes the passes; `foretoken.runner.decoders` chooses the decoder when the runner is made.
+the cache lengths. A decoder computes the passes; `foretoken.runner.decoders` chooses it when the runner is made.
 
 Letters: B sequences, T tokens fed, N tree nodes, V vocabulary, D hidden size, F taps.
 """

@@ -147,11 +147,6 @@ class SamplingBatch:
         return not self.processors and self.top_k is None and self.top_p is None and self.min_p is None
 
     @property
-    def needs_counts(self) -> bool:
-        """Whether a processor reads how often tokens occurred."""
-        return any(processor.reads_counts for processor in self.processors)
-
-    @property
     def tail_len(self) -> int:
         """Most last tokens that a processor reads."""
         return max((processor.tail_len for processor in self.processors), default=0)

@@ -51,7 +51,7 @@ class History:
     def counts(self) -> Counts:
         """Occurrences of every token, for processors that read counts."""
         if self.prompt_seen is None or self.output_counts is None:
-            raise ValueError("a processor reads counts that it did not declare, so they were not kept")
+            raise ValueError("a processor reads counts of a sequence that was started without them")
         return Counts(self.prompt_seen, self.output_counts)
 
     def last_tokens(self, count: int) -> Tensor:
@@ -150,11 +150,6 @@ class Processor(Protocol):
     """Changes logits by the tokens before them."""
 
     @property
-    def reads_counts(self) -> bool:
-        """Whether it reads how often tokens occurred."""
-        ...
-
-    @property
     def tail_len(self) -> int:
         """How many of the last tokens it reads."""
         ...
@@ -172,7 +167,6 @@ class _PerRequest:
     """A dataclass of tensors with one row per request, which reads no history unless it says so."""
 
     __slots__ = ()
-    reads_counts = False
 
     @property
     def tail_len(self) -> int:
@@ -244,7 +238,6 @@ class RepetitionPenalty(_PerRequest):
     """Divides positive and multiplies negative logits of tokens seen in prompt or output; penalty: (R, 1) float32."""
 
     penalty: Tensor
-    reads_counts = True
 
     def apply(self, logits: Tensor, nodes: NodeView) -> Tensor:
         """See `Processor`."""
@@ -259,7 +252,6 @@ class OutputPenalties(_PerRequest):
 
     presence: Tensor
     frequency: Tensor
-    reads_counts = True
 
     def apply(self, logits: Tensor, nodes: NodeView) -> Tensor:
         """See `Processor`."""
@@ -416,7 +408,6 @@ class GrammarMask:
     """Forbids tokens by each request's grammar after the path down to a node; states are None without a grammar."""
 
     states: Sequence[GrammarState | None]
-    reads_counts = False
     tail_len = 0
 
     def select(self, rows: Tensor) -> GrammarMask:

@@ -169,7 +169,7 @@ class ServedRequest:
             return self.forced_tools.form_error(error)
         if self.form_name == "structured_outputs":
             return ApiError(str(error))
-        message = error.about(f"the schema of {self.form_name}", error.place, error.advice)
+        message = error.about(f"the schema of {self.form_name}", error.path, error.advice)
         return ApiError(message, param=self.form_name.partition(".")[0])
 
 

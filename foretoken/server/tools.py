@@ -76,11 +76,11 @@ class ToolUse:
 
     def form_error(self, error: FormError) -> ApiError:
         """Returns the answer to a request whose `forced_form` cannot be followed; names the tool."""
-        place, names = error.place, [self.forced] if self.forced is not None else list(self.schemas)
+        place, names = error.path, [self.forced] if self.forced is not None else list(self.schemas)
         if self.forced is None and place[:1] == ("$defs",):
             names, place = [place[1]], place[2:]
         subject = f"the schema of the tool {names[0]}" if len(names) == 1 else f"a schema of the tools {listed(names)}"
-        mend = "Leave the keyword out of the schema" if error.place else "Make the schema simpler"
+        mend = "Leave the keyword out of the schema" if error.path else "Make the schema simpler"
         advice = f"{mend}, or set tool_choice to 'auto', which compiles no schema."
         return ApiError(error.about(subject, place, advice), param="tools")
 

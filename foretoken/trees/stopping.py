@@ -152,17 +152,17 @@ class PathFloors:
 
 
 def rule_file(drafter: Path, control: str) -> Path:
-    """Returns the place of a trained rule: a file beside the drafter's weights, in a directory of its own."""
+    """Returns the path of a trained rule: a file beside the drafter's weights, in a directory of its own."""
     return (drafter.parent if drafter.is_file() else drafter) / "control" / f"{control}.safetensors"
 
 
-def check_place(drafter: Path) -> None:
+def check_rule_path(drafter: Path) -> None:
     """Raises `ConfigError` if no rule can be written beside a drafter's weights."""
     check_writable(rule_file(drafter, TRAINED[0]), ConfigError, _ADVICE)
 
 
 def write_rule(rule: StopRule, drafter: Path, control: str) -> None:
-    """Writes a trained rule to its place beside a drafter's weights; raises `ConfigError` if that is not possible."""
+    """Writes a trained rule beside a drafter's weights, see `rule_file`; raises `ConfigError` if it cannot."""
     path, facts = rule_file(drafter, control), {"threshold": str(rule.threshold), "max_depth": str(rule.max_depth)}
     assert rule.network is not None, "only trained rules have a file"
     with told_as(ConfigError, f"'{path}'", _ADVICE):

@@ -11,12 +11,12 @@ from itertools import product
 
 import pytest
 import torch
+from chi_square import chi_square_p_value
 from drafting import Proposal, best, best_and_one, independent, joined, without_replacement
 from enumeration import EXACT_32
 from float_edges import DTYPES, LOGITS, VOCAB, engine_drafts, rotated, table
 from lossless_rules import OF_TREES, worst
 from torch import Tensor
-from toy_decoding import chi_square_p_value
 
 from foretoken.acceptance.rules import normalised
 from foretoken.acceptance.select import AcceptancePolicy, accept

@@ -1,7 +1,8 @@
-"""Trees merged of several drafters', pruned and with probes in them have exactly the target distribution."""
+"""Trees merged of several drafters, pruned, with probes, or asked for by draws have exactly the target distribution."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from itertools import product
@@ -16,11 +17,23 @@ from torch import Tensor
 from foretoken.acceptance.rules import accept_coupled
 from foretoken.acceptance.sampled_rules import accept_sequential, accept_traversal
 from foretoken.core.token_tree import PROBE, TokenTree
+from foretoken.drafting.goodput import Goodput
+from foretoken.runner.costs import CostCurve
 from foretoken.trees import merge
 from foretoken.trees.merge import Continuation, merge_trees, prune, with_continuations
 from tests.tree_checks import check_tree
 
 VOCAB = 3
+
+
+def contexts_of(tree: TokenTree) -> Tensor:
+    """(B, N), the context that each node ends."""
+    contexts = torch.zeros_like(tree.tokens)
+    rows = torch.arange(tree.batch_size)
+    for node in range(1, tree.width):
+        parent = tree.parents[:, node].clamp_min(0)
+        contexts[:, node] = contexts[rows, parent] * VOCAB + 1 + tree.tokens[:, node]
+    return torch.where(tree.parents >= 0, contexts, 0)
 
 
 def merged(first: Drafts, second: Drafts, *, changed: object = None) -> Drafts:
@@ -33,13 +46,7 @@ def merged(first: Drafts, second: Drafts, *, changed: object = None) -> Drafts:
     tree = replace(tree.narrowed(), scores=None)
     if tree.source is None or not bool((tree.source & PROBE).any()):
         check_tree(tree)
-    contexts = torch.zeros_like(tree.tokens)
-    rows = torch.arange(tree.batch_size)
-    for node in range(1, tree.width):
-        parent = tree.parents[:, node].clamp_min(0)
-        contexts[:, node] = contexts[rows, parent] * VOCAB + 1 + tree.tokens[:, node]
-    contexts = torch.where(tree.parents >= 0, contexts, 0)
-    return Drafts(tree=tree, contexts=contexts, probs=first.probs[left] * second.probs[right])
+    return Drafts(tree=tree, contexts=contexts_of(tree), probs=first.probs[left] * second.probs[right])
 
 
 def pairs(q: Tensor, r: Tensor) -> dict[str, tuple[list[Proposal], list[Proposal]]]:
@@ -158,3 +165,41 @@ def test_a_cut_by_drawn_tokens_would_be_seen(rule: str, monkeypatch: pytest.Monk
 
     every_draft = merged(drafts(first, VOCAB), drafts(second, VOCAB), changed=pruned)
     assert worst(rule, {"": (every_draft, target)})[0] > 1e-3
+
+
+def selected(asked: Sequence[int], trees: Sequence[TokenTree]) -> TokenTree:
+    """What the controller verifies of the trees of drafters asked one after another; width costs nothing."""
+    controller = Goodput(CostCurve((1,), (1.0,)), nodes_by_depth=[(1, 3, 7)] * len(trees), max_nodes=64)
+    controller.allot(len(trees[0].tokens))
+    so_far: dict[int, TokenTree] = {}
+    for drafter in asked:
+        so_far[drafter] = trees[drafter]
+        controller.further(so_far)
+    return replace(controller.select(so_far), scores=None)
+
+
+def part(asked: Sequence[int], pairs: tuple[Drafts, Drafts], rows: Sequence[Tensor]) -> Drafts:
+    """Some pairs of drafts as the controller verifies them; rows: of each drafter's drafts."""
+    tree = selected(asked, [each.tree.select(row) for each, row in zip(pairs, rows, strict=True)])
+    return Drafts(tree=tree, contexts=contexts_of(tree), probs=pairs[0].probs[rows[0]] * pairs[1].probs[rows[1]])
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_asked_by_what_another_drew(first: int) -> None:
+    """The second drafter is asked where the first one's root has a certain child, and in no other case."""
+    target, q = tables("dense", VOCAB, 2)
+    r = random_table(VOCAB, 2, seed=7)
+    pairs = (
+        drafts([without_replacement(q, 2), independent(q, 1)], VOCAB),
+        drafts([independent(r, 1), independent(r, 1)], VOCAB),
+    )
+    every = torch.cartesian_prod(*[torch.arange(len(each.probs)) for each in pairs])
+    is_asked = pairs[first].tree.tokens[every[:, first], 1] == 1
+    parts = [
+        part(asked, pairs, list(every[mask].T))
+        for asked, mask in [((first, 1 - first), is_asked), ((first,), ~is_asked)]
+    ]
+    for rule in OF_TREES:
+        both = laws(rule, {str(index): (each, target) for index, each in enumerate(parts)})
+        total = sum((law.tokens for law in both.values()), torch.zeros(()))
+        assert (total - both["0"].target).abs().max() <= EXACT, rule

@@ -13,6 +13,7 @@ from functools import cache
 
 import pytest
 import torch
+from chi_square import chi_square_p_value
 from torch import Tensor
 from toy_decoding import (
     LENGTH,
@@ -20,7 +21,6 @@ from toy_decoding import (
     VOCAB,
     DraftNoise,
     Rule,
-    chi_square_p_value,
     draft_table,
     generate,
     joint_distribution,

@@ -4,7 +4,7 @@ The target is a table over the last two tokens, the draft another; a context (x,
 start from the same context, each with its own seed, and the root's position advances as in the engine.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -147,15 +147,3 @@ def plain_text(seeds: Tensor) -> Tensor:
         tokens.append(drawn)
         context = context % VOCAB * VOCAB + drawn
     return torch.stack(tokens, 1)
-
-
-def chi_square_p_value(counts: Sequence[int] | Tensor, probs: Tensor) -> float:
-    """Pearson's test of counts against a distribution; cells expected below 5 are pooled."""
-    observed = torch.as_tensor(counts, dtype=torch.float64)
-    expected = probs * observed.sum()
-    small = expected < 5
-    if small.any():
-        observed = torch.cat([observed[~small], observed[small].sum().view(1)])
-        expected = torch.cat([expected[~small], expected[small].sum().view(1)])
-    statistic = ((observed - expected) ** 2 / expected).sum()
-    return torch.special.gammaincc(torch.tensor((len(observed) - 1) / 2).double(), statistic / 2).item()

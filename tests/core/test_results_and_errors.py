@@ -1,12 +1,23 @@
-"""Counting steps into metrics, adding seconds, suggesting names, and foreign exceptions as text or as one type."""
+"""Metrics of steps, traces of trees, suggested names, foreign exceptions as text or as one type, undone blocks."""
 
+from __future__ import annotations
+
+import asyncio
 import json
 from dataclasses import replace
 
 import pytest
 
-from foretoken.core.errors import ConfigError, RequestError, described, foreign_errors_as, listed, nearest_name_hint
-from foretoken.core.records import SequenceStep, StageSeconds, StepRecord
+from foretoken.core.errors import (
+    ConfigError,
+    RequestError,
+    described,
+    foreign_errors_as,
+    listed,
+    nearest_name_hint,
+    undone_on_error,
+)
+from foretoken.core.records import NodeOutcome, SequenceStep, StageSeconds, StepRecord, TreeTrace
 from foretoken.core.results import GenerationMetrics
 
 
@@ -50,11 +61,6 @@ def test_the_token_that_prefill_gives_counts_in_no_mean() -> None:
     assert metrics.mean_acceptance_length == 4.0
 
 
-def test_metrics_before_the_first_pass() -> None:
-    assert GenerationMetrics().mean_acceptance_length == 0.0
-    assert GenerationMetrics().acceptance_by_depth == []
-
-
 def test_metrics_add_time_and_errors() -> None:
     seconds = StageSeconds(draft=1.0, verify=2.0, accept=0.5, commit=0.25)
     record = StepRecord(sequences=[], num_tokens=6, seconds=seconds, draft_error="it failed", lossy_tv=0.125)
@@ -78,13 +84,8 @@ def test_speed_up_counts_passes_for_which_plain_decoding_was_measured() -> None:
         metrics.add_step(step(1), record)
     assert (metrics.compared_seconds, metrics.plain_seconds, metrics.speedup) == (8.0, 12.0, 1.5)
     assert GenerationMetrics().speedup is None
-    assert GenerationMetrics().tokens_per_second == 0.0
-
-
-def test_metrics_without_draft_error() -> None:
-    metrics = GenerationMetrics()
-    metrics.add_step(step(0), StepRecord(sequences=[], num_tokens=1, seconds=StageSeconds()))
-    assert metrics.draft_errors == 0
+    assert GenerationMetrics().tokens_per_second == GenerationMetrics().mean_acceptance_length == 0.0
+    assert GenerationMetrics().acceptance_by_depth == []
 
 
 @pytest.mark.parametrize(
@@ -163,3 +164,80 @@ def test_names_of_any_number_and_length_are_listed_briefly() -> None:
     assert len(many) < 260
     assert listed(["x" * 10_000, "y"]) == f"{'x' * 119}…, y"
     assert listed([]) == ""
+
+
+@pytest.mark.parametrize(
+    "error", [ValueError("a fault"), KeyboardInterrupt(), GeneratorExit(), asyncio.CancelledError()]
+)
+def test_whatever_is_raised_undoes_the_block_once_and_goes_on(error: BaseException) -> None:
+    undone: list[int] = []
+    with pytest.raises(type(error)) as caught, undone_on_error(lambda: undone.append(1)):
+        raise error
+    assert caught.value is error
+    assert undone == [1]
+
+
+def test_a_block_that_ends_well_is_not_undone() -> None:
+    undone: list[int] = []
+    with undone_on_error(lambda: undone.append(1)):
+        pass
+    assert not undone
+
+
+def test_an_error_of_undoing_is_raised_with_what_it_was_for() -> None:
+    def undo() -> None:
+        raise OSError("no room to put it back")
+
+    with pytest.raises(OSError, match="no room") as caught, undone_on_error(undo):
+        raise ValueError("a fault")
+    assert isinstance(caught.value.__context__, ValueError)
+
+
+#   0 ─┬─ 1 ─┬─ 3 ─── 6
+#      │     └─ 4
+#      ├─ 2 ─── 5
+#      └─ 7 ─── 8       (7 is a probe)
+TRACE = TreeTrace(
+    rule="greedy",
+    position=9,
+    tokens=[50, 11, 12, 13, 14, 15, 16, 17, 18],
+    parents=[-1, 0, 0, 1, 1, 2, 3, 0, 7],
+    depths=[0, 1, 1, 2, 2, 2, 3, 1, 2],
+    drafters=[(), *[("a",)] * 8],
+    probes=frozenset({7}),
+    scores=None,
+    draft_probs=None,
+    token_probs=[None, *[0.5] * 8],
+    target_tokens=[11, 14, 1, 2, 30, 4, 5, 6, 7],
+    target_probs=[0.5] * 9,
+    path=[1, 4],
+    next_token=30,
+)
+ROOT, TAKEN, OUT, FAR, ENDED, PROBE = (
+    NodeOutcome.ROOT,
+    NodeOutcome.ACCEPTED,
+    NodeOutcome.REJECTED,
+    NodeOutcome.UNREACHED,
+    NodeOutcome.ENDED,
+    NodeOutcome.PROBE,
+)
+
+
+@pytest.mark.parametrize(
+    ("path", "next_token", "outcomes"),
+    [
+        ([1, 4], 30, [ROOT, TAKEN, OUT, OUT, TAKEN, FAR, FAR, PROBE, PROBE]),
+        ([], 30, [ROOT, OUT, OUT, FAR, FAR, FAR, FAR, PROBE, PROBE]),
+        ([1], None, [ROOT, TAKEN, OUT, ENDED, ENDED, FAR, FAR, PROBE, PROBE]),
+        ([], None, [ROOT, ENDED, ENDED, FAR, FAR, FAR, FAR, PROBE, PROBE]),
+        ([1, 3, 6], 5, [ROOT, TAKEN, OUT, TAKEN, OUT, FAR, TAKEN, PROBE, PROBE]),
+    ],
+)
+def test_outcomes(path: list[int], next_token: int | None, outcomes: list[NodeOutcome]) -> None:
+    trace = replace(TRACE, path=path, next_token=next_token)
+    assert trace.outcomes() == outcomes
+
+
+def test_what_was_written_after_a_node() -> None:
+    assert [TRACE.written_after(node) for node in (0, 1, 4, 2, 3)] == [11, 14, 30, None, None]
+    assert replace(TRACE, next_token=None).written_after(4) is None

@@ -17,7 +17,7 @@ from unittest import mock
 
 import pytest
 import torch
-from end_to_end.chi_square import chi_square_level
+from chi_square import chi_square_level
 from end_to_end.same_text import assert_same_text
 from end_to_end.tiny_llms import PIECES, draft_model, tokenizer
 from tiny_models import EOS_ID, tiny_model

@@ -25,7 +25,7 @@ from unittest import mock
 
 import pytest
 import torch
-from end_to_end.chi_square import chi_square_level
+from chi_square import chi_square_level
 from end_to_end.stop_rules import stop_rule
 from end_to_end.tiny_llms import EndsEarly, draft_model
 from tiny_models import tiny_model

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import json
 import logging
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -263,25 +262,6 @@ class TestCostsThatAreKept:
         self.keep({name: known for name, known in XEON.items() if name != "generic"})
         assert self.chosen() == self.chosen() == "generic"
         assert measured == ["generic"]
-
-    @pytest.mark.parametrize("what", ["cut", "text", "old", "implausible", "gone"])
-    def test_what_cannot_be_true_is_measured_again(self, what: str, measured: list[str], tmp_path: Path) -> None:
-        self.keep(XEON)
-        path = tmp_path / "foretoken-costs.json"
-        text = path.read_text()
-        file = json.loads(text)
-        for entry in file["curves"].values():
-            match what:
-                case "old":
-                    entry["measured"] = time.time() - 1e7
-                case "implausible":
-                    entry["tree"]["seconds"][1] = -1.0
-        changed = {"cut": text[: len(text) // 2], "text": '{"foretoken_costs": none'}
-        path.write_text(changed.get(what, json.dumps(file)))
-        if what == "gone":
-            path.unlink()
-        assert self.chosen() == self.chosen() == "generic"
-        assert measured == ["lean-native", "lean-stock", "generic"]
 
 
 def test_the_losers_leave_nothing_behind() -> None:

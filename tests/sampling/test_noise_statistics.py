@@ -7,20 +7,13 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from chi_square import chi_square_p_value
 from torch import Tensor
 
 from foretoken.sampling.noise import KeyedNoise, Purpose, derive_seed
 
 LEVEL = 1e-6
 MANY = 200_000
-
-
-def chi_square_p_value(counts: Tensor) -> float:
-    """Pearson's test that all cells are equally likely."""
-    expected = counts.sum() / counts.numel()
-    statistic = ((counts - expected) ** 2 / expected).sum().double()
-    degrees = torch.tensor((counts.numel() - 1) / 2, dtype=torch.float64)
-    return torch.special.gammaincc(degrees, statistic / 2).item()
 
 
 def uniform(seeds: Tensor, positions: Tensor, purpose: Purpose = Purpose.ACCEPT, lane: int = 0) -> Tensor:
@@ -107,9 +100,7 @@ def test_argmax_draws_from_the_distribution() -> None:
     """A distribution with a rare token: argmax(log p + g) has its frequencies."""
     distribution = torch.tensor([0.5, 0.3, 0.15, 0.049, 0.001], dtype=torch.float64)
     drawn = (distribution.log() + KeyedNoise(RUNNING).gumbel(FIXED, Purpose.TARGET, 5)).argmax(1)
-    expected = distribution * MANY
-    statistic = ((drawn.bincount(minlength=5) - expected) ** 2 / expected).sum()
-    assert torch.special.gammaincc(torch.tensor(2.0).double(), statistic / 2) > LEVEL
+    assert chi_square_p_value(drawn.bincount(minlength=5), distribution) > LEVEL
 
 
 def test_the_tests_above_see_a_bad_generator() -> None:
