@@ -41,7 +41,7 @@ from foretoken.core.token_tree import MAX_NODES, DrawKind, TokenTree
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from foretoken.sampling.batch import NodeScores
+    from foretoken.sampling.node_scores import NodeScores
 
 LOSSLESS_RULES = ("greedy", "coupled", "sequential", "block", "traversal")
 LOSSY_RULES = ("lenient", "typical", "synthetic")

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from foretoken.bench.speed_report import RequestRun, speed_report
-from foretoken.core.results import GenerationMetrics
+from foretoken.core.records import GenerationMetrics
 
 if TYPE_CHECKING:
     from foretoken.core.records import StepRecord

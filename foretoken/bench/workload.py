@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, cast
 from foretoken.bench.measurement import Measurement
 from foretoken.bench.speed_report import NO_CATEGORY, RunLog
 from foretoken.core.errors import RequestError, one_line
-from foretoken.core.results import GenerationMetrics, RequestOutput
+from foretoken.core.records import GenerationMetrics
 from foretoken.core.sampling_params import SamplingParams
 from foretoken.entrypoints.config import PLAIN, Setup
 from foretoken.entrypoints.llm import LLM
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from foretoken.core.records import StepRecord
+    from foretoken.core.results import RequestOutput
     from foretoken.models.loading import LoadedModel
 
 HELD_OUT = "heldout"

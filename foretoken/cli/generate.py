@@ -12,7 +12,7 @@ import typer
 
 from foretoken.cli import options, terminal
 from foretoken.core.errors import ConfigError
-from foretoken.core.results import DrafterShares
+from foretoken.core.records import DrafterShares
 
 if TYPE_CHECKING:
     from collections.abc import Callable

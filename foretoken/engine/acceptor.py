@@ -25,7 +25,8 @@ from foretoken.core.errors import described
 from foretoken.core.passes import TokenChoice
 from foretoken.core.records import TreeTrace
 from foretoken.core.token_tree import PROBE
-from foretoken.sampling.batch import NodeScores, best_possible, warp
+from foretoken.sampling.batch import best_possible, warp
+from foretoken.sampling.node_scores import NodeScores
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from foretoken.drafting.drafting import Drafting
     from foretoken.engine.sequence import Client, Sequence
     from foretoken.runner.runner import Runner
-    from foretoken.sampling.processors import HistoryTable
+    from foretoken.sampling.batch import HistoryTable
 
 
 class EngineCounts:

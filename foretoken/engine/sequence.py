@@ -14,9 +14,10 @@ import torch
 
 from foretoken.core.backend import has_cuda_runtime
 from foretoken.core.errors import described, one_line
-from foretoken.core.results import CompletionOutput, GenerationMetrics, Logprob, StreamChunk, TextPart
-from foretoken.sampling.batch import SamplingBatch
-from foretoken.sampling.processors import GrammarMask, History, HistoryTable
+from foretoken.core.records import GenerationMetrics
+from foretoken.core.results import CompletionOutput, Logprob, StreamChunk, TextPart
+from foretoken.sampling.batch import History, HistoryTable, SamplingBatch
+from foretoken.sampling.node_scores import GrammarMask
 from foretoken.text.codec import Detokenizer, StopStrings
 
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 
     from foretoken.core.records import SequenceStep
     from foretoken.sampling.batch import SamplingRequest
-    from foretoken.sampling.processors import GrammarState
+    from foretoken.sampling.node_scores import GrammarState
     from foretoken.text.codec import Codec
 
 Client = tuple[Hashable, ...]

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from foretoken.core.checks import check_text, checked_token_ids, shown
 from foretoken.core.errors import ForetokenError, RequestError, described
-from foretoken.core.results import GenerationMetrics, RequestOutput
+from foretoken.core.records import GenerationMetrics
+from foretoken.core.results import RequestOutput
 from foretoken.core.sampling_params import MOST_BAD_WORD_TOKENS, RequestOutputKind, SamplingParams, bounded_bad_words
 from foretoken.engine.sequence import Sequence
 from foretoken.grammars.compiling import Grammars

@@ -15,7 +15,7 @@ from foretoken.files.helper_process import HelperProcess, TooSlow
 from foretoken.files.processes import ForkLock
 from foretoken.grammars import checking_process
 from foretoken.grammars.schemas import refused_place, without_unknown_formats
-from foretoken.sampling.processors import Ends, GrammarState
+from foretoken.sampling.node_scores import Ends, GrammarState
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Mapping, Sequence

@@ -17,7 +17,7 @@ from foretoken.trees.merge import Continuation, prune, with_continuations
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from foretoken.sampling.processors import GrammarState
+    from foretoken.sampling.node_scores import GrammarState
 
 FORCED = "grammar"  # drafter of forced tokens in records
 _MOST_FORCED = 16  # nodes a tree; a choice: further ones wait for the next pass

@@ -20,7 +20,7 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from foretoken.core.checks import shown
 from foretoken.core.errors import BuiltPerProcess, ConfigError, ModelError, RequestError, foreign_errors_as
-from foretoken.core.results import GenerationMetrics, StreamChunk
+from foretoken.core.records import GenerationMetrics
 from foretoken.drafters.draft_model import DraftModelDrafter, Options
 from foretoken.entrypoints.llm import LLM
 from foretoken.hf.generate_request import Unserved, read_request, set_argument, set_field
@@ -30,6 +30,7 @@ from foretoken.models.model_changes import foreign_call, model_structure
 if TYPE_CHECKING:
     from transformers import GenerationConfig
 
+    from foretoken.core.results import StreamChunk
     from foretoken.core.sampling_params import SamplingParams
     from foretoken.drafters.base import Drafter, TargetHandle
     from foretoken.entrypoints.requests import Request

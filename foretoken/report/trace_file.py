@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from foretoken.core.errors import ConfigError
-from foretoken.core.records import SequenceStep, StepRecord, TreeTrace
-from foretoken.core.results import GenerationMetrics
+from foretoken.core.records import GenerationMetrics, SequenceStep, StepRecord, TreeTrace
 from foretoken.files.atomic_files import told_as, write_file
 from foretoken.files.bounded_reads import MIB, read_named
 from foretoken.text.codec import Codec, TokenSpans

@@ -1,27 +1,316 @@
-"""Sampling of a batch: parameters as tensors, temperature and truncation, and the target's distributions at tree nodes.
-
-Top-down acceptance visits one node per sequence and depth, so processors run on accepted + 1 rows instead of all N.
-"""
+"""Sampling of a batch: parameters as tensors, the token history, processors, temperature and truncation."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from math import inf
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self
 
 import torch
 from torch import Tensor
 
 from foretoken.core.backend import runs_cpu_kernels
 from foretoken.sampling.noise import KeyedNoise
-from foretoken.sampling.processors import NodeView, apply_processors, build_processors
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from foretoken.core.sampling_params import SamplingParams
-    from foretoken.core.token_tree import TokenTree
-    from foretoken.sampling.processors import History, Processor
+
+
+class Counts(NamedTuple):
+    """Which tokens occurred in the prompt, (B, V) bool, and how often in the output, (B, V) int32."""
+
+    in_prompt: Tensor
+    in_output: Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class History:
+    """The tokens of B sequences as processors see them.
+
+    Attributes:
+        prompt_seen: (B, V) bool, tokens of the prompt; None if no processor reads counts.
+        output_counts: (B, V) int32, occurrences in the output; None if no processor reads counts.
+        tail: (B, L) int64, the last L tokens, -1 before the beginning.
+        num_output: (B,) int64, output tokens so far.
+    """
+
+    prompt_seen: Tensor | None
+    output_counts: Tensor | None
+    tail: Tensor
+    num_output: Tensor
+
+    @property
+    def counts(self) -> Counts:
+        """Occurrences of every token, for processors that read counts."""
+        if self.prompt_seen is None or self.output_counts is None:
+            raise ValueError("a processor reads counts of a sequence that was started without them")
+        return Counts(self.prompt_seen, self.output_counts)
+
+    def last_tokens(self, count: int) -> Tensor:
+        """(B, count) int64, the last tokens, -1 before the beginning; count: at most the tail's length."""
+        return self.tail[:, self.tail.shape[1] - count :]
+
+    def select(self, rows: Tensor) -> History:
+        """Returns the histories of some sequences; rows: (R,) int64."""
+        return History(
+            prompt_seen=None if self.prompt_seen is None else self.prompt_seen[rows],
+            output_counts=None if self.output_counts is None else self.output_counts[rows],
+            tail=self.tail[rows],
+            num_output=self.num_output[rows],
+        )
+
+    def extended(self, path: Tensor) -> History:
+        """Returns a new history with the tokens along a path appended; path: (B, D) int64 in order, -1 past the end."""
+        if path.shape[1] == 0:
+            return self
+        on_path = path >= 0
+        counts = self.output_counts
+        if counts is not None:
+            counts = counts.scatter_add(1, path.clamp_min(0), on_path.to(counts.dtype))
+        lengths = on_path.sum(1)
+        joined = torch.cat([self.tail, path], dim=1)
+        # The tail ends where the path ends: entry i of the new tail is entry i + length of the joined tokens.
+        index = torch.arange(self.tail.shape[1], device=path.device) + lengths.unsqueeze(1)
+        return History(
+            prompt_seen=self.prompt_seen,
+            output_counts=counts,
+            tail=joined.gather(1, index),
+            num_output=self.num_output + lengths,
+        )
+
+
+class NodeView(NamedTuple):
+    """The tokens before R nodes of trees, as processors see them.
+
+    Attributes:
+        history: Committed tokens and the drafted path down to each node.
+        path: (R, D) int64, the drafted part alone, -1 past the end.
+    """
+
+    history: History
+    path: Tensor
+
+
+class HistoryTable:
+    """Histories of the running sequences by slot; counts exist only for sequences that need them."""
+
+    def __init__(self, num_slots: int, vocab_size: int, device: torch.device | str = "cpu") -> None:
+        self._vocab_size = vocab_size
+        self._device = device
+        self._seen: list[Tensor | None] = [None] * num_slots
+        self._counts: list[Tensor | None] = [None] * num_slots
+
+    def start(self, slot: int, prompt: Sequence[int], *, needs_counts: bool) -> None:
+        """Starts a sequence in a slot, and forgets the sequence before."""
+        self._seen[slot] = self._counts[slot] = None
+        if needs_counts:
+            seen = torch.zeros(self._vocab_size, dtype=torch.bool, device=self._device)
+            seen[torch.tensor(prompt, dtype=torch.int64, device=self._device)] = True
+            self._seen[slot] = seen
+            self._counts[slot] = torch.zeros(self._vocab_size, dtype=torch.int32, device=self._device)
+
+    def append(self, slot: int, tokens: Sequence[int]) -> None:
+        """Counts generated tokens of a slot."""
+        counts = self._counts[slot]
+        if counts is not None:
+            ids = torch.tensor(tokens, dtype=torch.int64, device=self._device)
+            counts.index_add_(0, ids, torch.ones_like(ids, dtype=torch.int32))
+
+    def view(
+        self, slots: Sequence[int], tokens: Sequence[Sequence[int]], num_prompt: Sequence[int], tail_len: int
+    ) -> History:
+        """Returns the history of B slots with a tail of L tokens; `tokens` are all committed tokens of each."""
+        device = self._device
+        has_counts = any(self._counts[slot] is not None for slot in slots)
+        empty_seen = torch.zeros(self._vocab_size, dtype=torch.bool, device=device)
+        empty_counts = torch.zeros(self._vocab_size, dtype=torch.int32, device=device)
+        tails = [([-1] * tail_len + list(ids[-tail_len:]))[-tail_len:] if tail_len else [] for ids in tokens]
+
+        def stack(table: Sequence[Tensor | None], empty: Tensor) -> Tensor:
+            rows = [table[slot] for slot in slots]
+            return torch.stack([empty if row is None else row for row in rows])
+
+        return History(
+            prompt_seen=stack(self._seen, empty_seen) if has_counts else None,
+            output_counts=stack(self._counts, empty_counts) if has_counts else None,
+            tail=torch.tensor(tails, dtype=torch.int64, device=device).view(len(slots), tail_len),
+            num_output=torch.tensor([len(t) - p for t, p in zip(tokens, num_prompt, strict=True)], device=device),
+        )
+
+
+class Processor(Protocol):
+    """Changes logits by the tokens before them."""
+
+    @property
+    def tail_len(self) -> int:
+        """How many of the last tokens it reads."""
+        ...
+
+    def select(self, rows: Tensor) -> Processor:
+        """Returns the processor of some of its rows, which may repeat; rows: (R,) int64."""
+        ...
+
+    def apply(self, logits: Tensor, nodes: NodeView) -> Tensor:
+        """Returns new logits, (R, V) float32, -inf for forbidden tokens; `nodes` are the tokens before each row."""
+        ...
+
+
+class _PerRequest:
+    """A dataclass of tensors with one row per request, which reads no history unless it says so."""
+
+    __slots__ = ()
+
+    @property
+    def tail_len(self) -> int:
+        return 0
+
+    def select(self, rows: Tensor) -> Self:
+        parts: Any = self
+        return type(self)(*(getattr(parts, field.name)[rows] for field in fields(parts)))
+
+
+@dataclass(frozen=True, slots=True)
+class MinTokens(_PerRequest):
+    """Forbids (R, V) bool `terminators` until (R,) int64 `min_tokens` output tokens are there."""
+
+    terminators: Tensor
+    min_tokens: Tensor
+
+    def apply(self, logits: Tensor, nodes: NodeView) -> Tensor:
+        """Forbids the terminators where fewer than `min_tokens` tokens were generated."""
+        is_early = (nodes.history.num_output < self.min_tokens).unsqueeze(1)
+        return logits.masked_fill(self.terminators & is_early, -inf)
+
+
+@dataclass(frozen=True, slots=True)
+class AllowedTokens(_PerRequest):
+    """Forbids all tokens but some; is_allowed: (R, V) bool."""
+
+    is_allowed: Tensor
+
+    def apply(self, logits: Tensor, nodes: NodeView) -> Tensor:  # noqa: ARG002 - the protocol's
+        """See `Processor`."""
+        return logits.masked_fill(~self.is_allowed, -inf)
+
+
+@dataclass(frozen=True, slots=True)
+class BadWords(_PerRequest):
+    """Forbids the last token of each of the (R, W, L) int64 `words` after its other tokens; -1 pads on the left."""
+
+    words: Tensor
+
+    @property
+    def tail_len(self) -> int:
+        """Tokens of the longest word but its last one."""
+        return self.words.shape[2] - 1
+
+    def apply(self, logits: Tensor, nodes: NodeView) -> Tensor:
+        """See `Processor`."""
+        beginnings, last = self.words[:, :, :-1], self.words[:, :, -1]
+        tail = nodes.history.last_tokens(self.tail_len)
+        matches = ((beginnings == tail.unsqueeze(1)) | (beginnings < 0)).all(2) & (last >= 0)
+        forbidden = torch.zeros_like(logits, dtype=torch.int32)
+        forbidden.scatter_add_(1, last.clamp_min(0), matches.to(torch.int32))
+        return logits.masked_fill(forbidden > 0, -inf)
+
+
+@dataclass(frozen=True, slots=True)
+class LogitBias(_PerRequest):
+    """Adds a number to the logits of some tokens; bias: (R, V) float32."""
+
+    bias: Tensor
+
+    def apply(self, logits: Tensor, nodes: NodeView) -> Tensor:  # noqa: ARG002 - the protocol's
+        """See `Processor`."""
+        return logits + self.bias
+
+
+@dataclass(frozen=True, slots=True)
+class RepetitionPenalty(_PerRequest):
+    """Divides positive and multiplies negative logits of tokens seen in prompt or output; penalty: (R, 1) float32."""
+
+    penalty: Tensor
+
+    def apply(self, logits: Tensor, nodes: NodeView) -> Tensor:
+        """See `Processor`."""
+        scaled = torch.where(logits > 0, logits / self.penalty, logits * self.penalty)
+        counts = nodes.history.counts
+        return torch.where(counts.in_prompt | (counts.in_output > 0), scaled, logits)
+
+
+@dataclass(frozen=True, slots=True)
+class OutputPenalties(_PerRequest):
+    """Subtracts `presence`, (R, 1), from logits of output tokens, and `frequency` for every occurrence."""
+
+    presence: Tensor
+    frequency: Tensor
+
+    def apply(self, logits: Tensor, nodes: NodeView) -> Tensor:
+        """See `Processor`."""
+        counts = nodes.history.counts.in_output
+        return logits - self.presence * (counts > 0) - self.frequency * counts
+
+
+def build_processors(
+    requests: Sequence[SamplingRequest], vocab_size: int, device: torch.device | str
+) -> tuple[Processor, ...]:
+    """Returns the processors that any of some requests uses, in the order in which they apply (vLLM's)."""
+    params = [request.params for request in requests]
+
+    def column(values: Sequence[float]) -> Tensor:
+        return torch.tensor(values, dtype=torch.float32, device=device).unsqueeze(1)
+
+    found: list[Processor] = []
+    if any(p.min_tokens for p in params):
+        least = torch.tensor([p.min_tokens for p in params], dtype=torch.int64, device=device)
+        ends = _marks([request.terminators for request in requests], vocab_size)
+        found.append(MinTokens(ends.to(device), least))
+    if any(p.allowed_token_ids is not None for p in params):
+        found.append(AllowedTokens(_marks([p.allowed_token_ids for p in params], vocab_size).to(device)))
+    if any(request.bad_words for request in requests):
+        found.append(BadWords(_bad_words(requests).to(device)))
+    if any(p.logit_bias for p in params):
+        found.append(LogitBias(_bias(params, vocab_size).to(device)))
+    if any(p.repetition_penalty != 1 for p in params):
+        found.append(RepetitionPenalty(column([p.repetition_penalty for p in params])))
+    if any(p.presence_penalty or p.frequency_penalty for p in params):
+        presence, frequency = [p.presence_penalty for p in params], [p.frequency_penalty for p in params]
+        found.append(OutputPenalties(column(presence), column(frequency)))
+    return tuple(found)
+
+
+def apply_processors(processors: Sequence[Processor], logits: Tensor, nodes: NodeView) -> Tensor:
+    """Applies processors in order; logits: (R, V) float32, not modified; returns (R, V) float32."""
+    for processor in processors:
+        logits = processor.apply(logits, nodes)
+    return logits
+
+
+def _bias(params: Sequence[SamplingParams], vocab_size: int) -> Tensor:
+    """(B, V) float32 of added logits."""
+    bias = torch.zeros(len(params), vocab_size, dtype=torch.float32)
+    for row, p in enumerate(params):
+        if p.logit_bias:
+            bias[row, torch.tensor([*p.logit_bias])] = torch.tensor([*p.logit_bias.values()], dtype=torch.float32)
+    return bias
+
+
+def _marks(ids: Sequence[Sequence[int] | None], vocab_size: int) -> Tensor:
+    """(B, V) bool, true at the ids of each row; true throughout rows without a list."""
+    marks = torch.zeros(len(ids), vocab_size, dtype=torch.bool)
+    for row, own in enumerate(ids):
+        marks[row, slice(None) if own is None else list(own)] = True
+    return marks
+
+
+def _bad_words(requests: Sequence[SamplingRequest]) -> Tensor:
+    """(B, W, L) int64 of forbidden sequences, right-aligned."""
+    count = max(len(r.bad_words) for r in requests)
+    longest = max(len(word) for r in requests for word in r.bad_words)
+    words = [[[-1] * (longest - len(word)) + [*word] for word in request.bad_words] for request in requests]
+    return torch.tensor([each + [[-1] * longest] * (count - len(each)) for each in words])
 
 
 def warp(logits: Tensor, batch: SamplingBatch) -> Tensor:
@@ -196,98 +485,3 @@ class SamplingBatch:
             min_p=column([p.min_p for p in params], 0.0),
             processors=build_processors(requests, vocab_size, device),
         )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NodeScores:
-    """The target's logits at the nodes of a tree, with the requests' sampling parameters.
-
-    Attributes:
-        tree: The verified tree.
-        logits: (R, V) float32, target logits at the nodes, without padding: each row predicts the token after a node.
-        starts: (B,) int64, the row of each root; node i of a sequence has the i-th row after it.
-        has_row_for_each: Whether the rows are all B N nodes in order, without padding and other sequences.
-        batch: Sampling parameters of the B requests.
-        history: Committed tokens of the B requests, the root included; may be None if no processor is in use.
-        chosen: (R,) int64, `PassOutput.chosen` of the rows; None if the decoder chooses none.
-    """
-
-    tree: TokenTree
-    logits: Tensor
-    starts: Tensor
-    has_row_for_each: bool = False
-    batch: SamplingBatch
-    history: History | None
-    chosen: Tensor | None = None
-
-    def select(self, rows: Tensor) -> NodeScores:
-        """Returns the scores of some sequences of the batch; rows: (R,) int64."""
-        return NodeScores(
-            tree=self.tree.select(rows),
-            logits=self.logits,
-            starts=self.starts[rows],
-            batch=self.batch.select(rows),
-            history=self.history and self.history.select(rows),
-            chosen=self.chosen,
-        )
-
-    def processed(self, nodes: Tensor) -> Tensor:
-        """Returns (B, V) float32 logits after the processors, before temperature; nodes: (B,) int64, one a sequence."""
-        rows = self.logits[self.starts + nodes]
-        if self.history is None or not self.batch.processors:
-            return rows
-        path = self.tree.path_tokens(nodes)
-        return apply_processors(self.batch.processors, rows, NodeView(self.history.extended(path), path))
-
-    def log_probs(self, nodes: Tensor) -> Tensor:
-        """Returns the warped distribution of the token after each node; one-hot for greedy requests.
-
-        nodes: (B,) int64, one node per sequence; returns (B, V) float32 log-probabilities.
-        """
-        logits = self.processed(nodes)
-        if self.batch.is_all_greedy:
-            return one_hot_log_probs(logits)
-        log_probs = warp(logits, self.batch)
-        if not self.batch.is_any_greedy:
-            return log_probs
-        return torch.where(self.batch.greedy.unsqueeze(1), one_hot_log_probs(logits), log_probs)
-
-    def argmax(self, nodes: Tensor) -> Tensor:
-        """Returns the most probable token after each node, lowest id first, -1 if none is possible; (B,) int64."""
-        return best_possible(self.processed(nodes))
-
-    def argmax_everywhere(self) -> Tensor | None:
-        """Returns `argmax` of all nodes at once, (B, N) int64; None if processors read the history of each node."""
-        if self.history is not None and self.batch.processors:
-            return None
-        if runs_cpu_kernels(self.logits.device):  # numpy's argmax is vectorised along a row, torch's is not
-            return self.by_node(torch.from_numpy(self.logits.numpy().argmax(-1)))
-        return self.by_node(self.logits.argmax(-1))
-
-    def by_node(self, values: Tensor) -> Tensor:
-        """Returns values of the rows, (R, …), in the order of the nodes, (B, N, …); arbitrary at padding."""
-        shape = self.tree.tokens.shape
-        if self.has_row_for_each:
-            return values.view(*shape, *values.shape[1:])
-        rows = self.starts.unsqueeze(1) + torch.arange(shape[1], device=values.device)
-        return values[rows.clamp_max(values.shape[0] - 1)]
-
-    def drawn_everywhere(self, root_positions: Tensor) -> Tensor:
-        """Returns the target's draw after every node: argmax of logits / temperature plus the noise of its position.
-
-        For requests with temperature as the only change of the distribution. Each request must always use this
-        function, or never: it rounds differently from the walk node by node, so two almost equal tokens could swap.
-
-        root_positions: (B,) int64, absolute position of each root; returns (B, N) int64.
-        """
-        if self.chosen is not None:
-            return self.by_node(self.chosen)
-        from foretoken.sampling.triton_choice import chosen_tokens
-
-        positions = root_positions.unsqueeze(1) + self.tree.depths + 1
-        scales, seeds = self.batch.inverse_temperature, self.batch.noise.seeds
-        return chosen_tokens(self.by_node(self.logits), scales, seeds, positions).tokens
-
-    def unwarped_log_probs(self, nodes: Tensor) -> Tensor:
-        """Returns processed log-probabilities at temperature 1, nothing cut off; (B, V) float32."""
-        return self.processed(nodes).log_softmax(1)

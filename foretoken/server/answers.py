@@ -13,7 +13,8 @@ from foretoken.server.message_parts import MessageForm, MessageReader, joined, w
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from foretoken.core.results import CompletionOutput, GenerationMetrics, Logprob, RequestOutput, StreamChunk
+    from foretoken.core.records import GenerationMetrics
+    from foretoken.core.results import CompletionOutput, Logprob, RequestOutput, StreamChunk
     from foretoken.entrypoints.llm import LLM
     from foretoken.server.json_body import ApiError
     from foretoken.server.request_fields import ServedRequest

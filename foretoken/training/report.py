@@ -16,7 +16,7 @@ import torch
 
 from foretoken.bench.workload import TokenProgress, Workload, make_workload, no_progress, read_prompts
 from foretoken.core.errors import ConfigError
-from foretoken.core.results import GenerationMetrics
+from foretoken.core.records import GenerationMetrics
 from foretoken.entrypoints.llm import LLM
 from foretoken.files.atomic_files import new_directory, told_as
 from foretoken.formats import native

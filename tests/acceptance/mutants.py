@@ -363,10 +363,10 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "traversal, rows off by one": Mutant(TRAVERSAL, lookup=parent_row),
     "penalties of the root only": Mutant(
-        PENALISED, patches={"foretoken.sampling.processors.History.extended": without_the_path}
+        PENALISED, patches={"foretoken.sampling.batch.History.extended": without_the_path}
     ),
     "penalties one token late": Mutant(
-        PENALISED, patches={"foretoken.sampling.processors.History.extended": without_the_node_itself}
+        PENALISED, patches={"foretoken.sampling.batch.History.extended": without_the_node_itself}
     ),
     **{
         f"float32, {rule.__name__}, sum of later siblings bounded below": Mutant(

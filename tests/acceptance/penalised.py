@@ -7,8 +7,8 @@ from foretoken.acceptance.rules import Acceptance, Decisions, LogProbs
 from foretoken.acceptance.sampled_rules import accept_sequential
 from foretoken.core.sampling_params import SamplingParams
 from foretoken.core.token_tree import TokenTree
-from foretoken.sampling.batch import NodeScores, SamplingBatch, SamplingRequest
-from foretoken.sampling.processors import History, HistoryTable
+from foretoken.sampling.batch import History, HistoryTable, SamplingBatch, SamplingRequest
+from foretoken.sampling.node_scores import NodeScores
 
 # Exact in float32, the type of the batch's parameters.
 PRESENCE, FREQUENCY = 1.5, 0.75

@@ -22,8 +22,9 @@ from foretoken.acceptance.rules import normalised
 from foretoken.acceptance.select import AcceptancePolicy, accept
 from foretoken.core.sampling_params import SamplingParams
 from foretoken.core.token_tree import DrawKind
-from foretoken.sampling.batch import NodeScores, SamplingBatch, SamplingRequest
+from foretoken.sampling.batch import SamplingBatch, SamplingRequest
 from foretoken.sampling.draft_draws import DraftDraws, stated_probs
+from foretoken.sampling.node_scores import NodeScores
 from foretoken.trees.choices import TreeShape
 from foretoken.trees.expansion import TreeExpansion
 

@@ -16,7 +16,8 @@ from foretoken.acceptance.select import LOSSLESS_RULES, AcceptancePolicy, accept
 from foretoken.core.errors import ConfigError
 from foretoken.core.sampling_params import SamplingParams
 from foretoken.core.token_tree import DraftDistributions, DrawKind, TokenTree, TreeRow
-from foretoken.sampling.batch import NodeScores, SamplingBatch, SamplingRequest
+from foretoken.sampling.batch import SamplingBatch, SamplingRequest
+from foretoken.sampling.node_scores import NodeScores
 from foretoken.trees.merge import compacted
 
 

@@ -18,8 +18,7 @@ from foretoken.bench.loss import split_loss
 from foretoken.bench.measurement import Measurement
 from foretoken.bench.workload import Workload, load_prompts
 from foretoken.core.errors import ConfigError
-from foretoken.core.records import StageSeconds, StepRecord
-from foretoken.core.results import GenerationMetrics
+from foretoken.core.records import GenerationMetrics, StageSeconds, StepRecord
 from foretoken.entrypoints.model_arguments import load_target
 
 TARGET = "models/tinycode"

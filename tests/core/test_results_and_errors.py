@@ -17,8 +17,7 @@ from foretoken.core.errors import (
     nearest_name_hint,
     undone_on_error,
 )
-from foretoken.core.records import NodeOutcome, SequenceStep, StageSeconds, StepRecord, TreeTrace
-from foretoken.core.results import GenerationMetrics
+from foretoken.core.records import GenerationMetrics, NodeOutcome, SequenceStep, StageSeconds, StepRecord, TreeTrace
 
 
 def step(num_accepted: int, *, depth: int = 3, num_emitted: int | None = None, **by: int) -> SequenceStep:

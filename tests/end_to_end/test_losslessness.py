@@ -32,8 +32,7 @@ from pairwise import slow_products
 from tiny_models import tiny_model
 
 from foretoken import SamplingParams
-from foretoken.core.records import StepRecord
-from foretoken.core.results import GenerationMetrics
+from foretoken.core.records import GenerationMetrics, StepRecord
 from foretoken.decoder.native_head import HeadKernels
 
 DRAFTERS = {runner: drafters(dtype=dtype) for runner, dtype in RUNNERS.items()}

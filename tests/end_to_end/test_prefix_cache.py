@@ -22,7 +22,7 @@ from end_to_end.tiny_llms import RUNNERS, draft_model, drafters, llm, target
 from pairwise import slow_products
 
 from foretoken import LLM, RequestOutput, SamplingParams
-from foretoken.core.results import GenerationMetrics
+from foretoken.core.records import GenerationMetrics
 from foretoken.core.token_tree import common_prefix_len
 
 DRAFTERS = {runner: drafters(dtype=dtype) for runner, dtype in RUNNERS.items()}

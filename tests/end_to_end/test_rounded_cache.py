@@ -16,7 +16,7 @@ from tiny_models import tiny_model
 
 from foretoken import LLM, RequestOutput, SamplingParams
 from foretoken.core.errors import ConfigError, ModelError
-from foretoken.core.results import GenerationMetrics
+from foretoken.core.records import GenerationMetrics
 from foretoken.models.loading import wrap_model
 
 NAMES = [f"prompt {index}" for index in range(len(PROMPTS))]

@@ -31,7 +31,7 @@ from end_to_end.tiny_llms import EndsEarly, draft_model
 from tiny_models import tiny_model
 
 from foretoken import LLM, SamplingParams
-from foretoken.core.results import GenerationMetrics
+from foretoken.core.records import GenerationMetrics
 from foretoken.decoder.native_head import HeadKernels
 from foretoken.drafting.base import Fixed
 from foretoken.drafting.drafting import DraftNoise

@@ -18,7 +18,7 @@ from tiny_models import VOCAB_SIZE
 
 from foretoken import LLM, RequestOutput, SamplingParams
 from foretoken.core.errors import ConfigError, ModelError
-from foretoken.core.results import GenerationMetrics
+from foretoken.core.records import GenerationMetrics
 from foretoken.decoder.slot_cache import GRANULE, RowPool
 from foretoken.runner.decoders import probe_layer_shapes
 

@@ -20,8 +20,7 @@ from foretoken.core.records import StepRecord
 from foretoken.core.results import CompletionOutput
 from foretoken.engine import loop
 from foretoken.engine.sequence import Sequence
-from foretoken.sampling.batch import SamplingBatch
-from foretoken.sampling.processors import HistoryTable
+from foretoken.sampling.batch import HistoryTable, SamplingBatch
 from foretoken.text.codec import Detokenizer
 
 DRAFTERS = drafters()

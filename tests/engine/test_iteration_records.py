@@ -11,8 +11,7 @@ from end_to_end.tiny_llms import drafters, llm
 from pairwise import slow_products
 
 from foretoken import LLM, RequestOutput, SamplingParams
-from foretoken.core.records import StepRecord
-from foretoken.core.results import GenerationMetrics
+from foretoken.core.records import GenerationMetrics, StepRecord
 from foretoken.decoder.cuda_graphs import WARM_UPS
 from foretoken.drafters.base import Committed
 from foretoken.drafting.drafting import Drafting

@@ -15,8 +15,8 @@ from pairwise import slow_products
 from foretoken import LLM, SamplingParams
 from foretoken.acceptance.select import joint_rates
 from foretoken.core.errors import ConfigError, RequestError
-from foretoken.core.records import StepRecord
-from foretoken.core.results import Counter, GenerationMetrics, RequestOutput
+from foretoken.core.records import GenerationMetrics, StepRecord
+from foretoken.core.results import Counter, RequestOutput
 from foretoken.drafting import choice
 
 CONDITIONAL = [0.8, 0.7, 0.6]

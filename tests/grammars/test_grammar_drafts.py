@@ -10,7 +10,7 @@ from foretoken import SamplingParams
 from foretoken.core.token_tree import PROBE, DraftDistributions, DrawKind, TokenTree, TreeRow
 from foretoken.grammars.compiling import Grammars
 from foretoken.grammars.drafts import GrammarBounds, constrained_tree
-from foretoken.sampling.processors import GrammarState
+from foretoken.sampling.node_scores import GrammarState
 from tests.tree_checks import check_tree
 
 A, B, T, H, E = (PIECES.index(piece) for piece in (b"a", b"b", b"t", b"h", b"e"))

@@ -12,7 +12,8 @@ from kernel_device import DEVICE, OnDevice, random_parents
 from foretoken.acceptance.select import AcceptancePolicy, accept
 from foretoken.core.sampling_params import SamplingParams
 from foretoken.core.token_tree import TokenTree, TreeRow
-from foretoken.sampling.batch import NodeScores, SamplingBatch, SamplingRequest
+from foretoken.sampling.batch import SamplingBatch, SamplingRequest
+from foretoken.sampling.node_scores import NodeScores
 
 VOCAB_SIZE = 3  # few, so that drafted tokens are drawn
 

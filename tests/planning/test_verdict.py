@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from foretoken.bench.measurement import Measurement
-from foretoken.core.records import SequenceStep, StageSeconds, StepRecord
-from foretoken.core.results import GenerationMetrics
+from foretoken.core.records import GenerationMetrics, SequenceStep, StageSeconds, StepRecord
 from foretoken.planning.verdict import RunVerdict, is_declined, next_step, verdicts
 
 

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from foretoken.core.sampling_params import SamplingParams
-from foretoken.sampling.batch import SamplingBatch, SamplingRequest
-from foretoken.sampling.processors import History, HistoryTable
+from foretoken.sampling.batch import History, HistoryTable, SamplingBatch, SamplingRequest
 
 VOCAB = 8
 NEVER = -math.inf

@@ -16,7 +16,8 @@ from tiny_models import EOS_ID, VOCAB_SIZE
 from foretoken import SamplingParams
 from foretoken.core.errors import RequestError
 from foretoken.grammars.compiling import Grammars
-from foretoken.sampling.processors import GrammarMask, GrammarState, History, NodeView
+from foretoken.sampling.batch import History, NodeView
+from foretoken.sampling.node_scores import GrammarMask, GrammarState
 
 TEXTS = ["".join(letters) for n in range(1, 6) for letters in product("abth", repeat=n)]
 LANGUAGES = {

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from foretoken.sampling.processors import History, HistoryTable
+from foretoken.sampling.batch import History, HistoryTable
 
 VOCAB = 6
 tokens = st.integers(0, VOCAB - 1)

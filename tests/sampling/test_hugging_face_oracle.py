@@ -14,8 +14,7 @@ from transformers import (
 
 from foretoken.core.sampling_params import SamplingParams
 from foretoken.sampling import batch as sampling
-from foretoken.sampling.batch import SamplingBatch, SamplingRequest, warp
-from foretoken.sampling.processors import HistoryTable, NodeView, apply_processors
+from foretoken.sampling.batch import HistoryTable, NodeView, SamplingBatch, SamplingRequest, apply_processors, warp
 
 VOCAB, ROWS = 101, 64
 

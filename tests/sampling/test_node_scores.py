@@ -21,8 +21,8 @@ from slow_processors import (
 
 from foretoken.core.sampling_params import SamplingParams
 from foretoken.core.token_tree import TokenTree, TreeRow
-from foretoken.sampling.batch import NodeScores, SamplingBatch, SamplingRequest
-from foretoken.sampling.processors import History
+from foretoken.sampling.batch import History, SamplingBatch, SamplingRequest
+from foretoken.sampling.node_scores import NodeScores
 
 thorough = settings(max_examples=100)
 

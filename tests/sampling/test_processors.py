@@ -17,8 +17,16 @@ from slow_processors import (
 )
 
 from foretoken.core.sampling_params import SamplingParams
-from foretoken.sampling.batch import SamplingBatch, SamplingRequest, best_possible, one_hot_log_probs, warp
-from foretoken.sampling.processors import LogitBias, NodeView, apply_processors
+from foretoken.sampling.batch import (
+    LogitBias,
+    NodeView,
+    SamplingBatch,
+    SamplingRequest,
+    apply_processors,
+    best_possible,
+    one_hot_log_probs,
+    warp,
+)
 
 NEVER = -math.inf
 NO_PATH = torch.empty(0, 0, dtype=torch.int64)  # nothing drafted: processors of today read the history alone
