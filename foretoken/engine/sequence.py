@@ -243,13 +243,11 @@ class Sequence:
         return parts
 
     def _logprobs(self, scores: TokenScores) -> dict[int, Logprob]:
+        own = {scores.token: (scores.logprob, scores.rank)}  # the first entry, also where it is among the best
         ranked = {token: (value, rank) for rank, (token, value) in enumerate(scores.top.items(), start=1)}
-        tokens = {scores.token: (scores.logprob, scores.rank)} | {
-            token: entry for token, entry in ranked.items() if token != scores.token
-        }
         return {
             token: Logprob(logprob=value, rank=rank, decoded_token=self._decoded(token))
-            for token, (value, rank) in tokens.items()
+            for token, (value, rank) in (own | ranked | own).items()
         }
 
     def _decoded(self, token: int) -> str | None:

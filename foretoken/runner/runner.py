@@ -96,11 +96,46 @@ class Runner:
         self.model, self.device, self.vocab_size = model, model.device, model.vocab_size
         self.max_nodes = min(max_nodes, MAX_NODES)
         self.prefill_chunk = prefill_chunk
+        self._make_cache(
+            num_slots, context_len, kv_cache_memory_bytes, shares_rows=shares_rows, has_partial_texts=has_partial_texts
+        )
+        self.last_position = min(model.context_len, self.cache.num_positions) - 1
+        self._taps = tuple(taps)
+        self.quantization: Quantization | None = None  # of quantized copies of the weights
+        self.head_rows: HeadRows | None = None
+        # Nobody else holds weights that were read for lean decoders alone.
+        self._writes = WeightWrites(nn.Module() if model.lean is not None else model.module)
+        decoder, self.choice = choose_decoder(
+            model,
+            self.cache,
+            taps,
+            runner=runner,
+            widths=PassWidths(
+                num_slots, min(usual_nodes or MAX_NODES, self.max_nodes), min(prefill_chunk, self.context_len)
+            ),
+            context_len=self.context_len,
+            costs=partial(pass_costs, model) if costs is None else costs,
+        )
+        self._use(decoder)
+        self._watch = CostWatch(model, decoder.name)
+        self._writes.leave_out_written()
+
+    def _make_cache(
+        self,
+        num_slots: int,
+        context_len: int | None,
+        memory_bytes: int | None,
+        *,
+        shares_rows: bool,
+        has_partial_texts: bool,
+    ) -> None:
+        """Allocates the KV cache, and cuts the context to what memory holds; arguments: see `__init__`."""
+        model = self.model
         shapes = layer_shapes(model)
         kinds: dict[str, Any] = {
             "dtype": model.dtype, "device": model.device, "is_rounded": model.kv_cache_dtype == "int8",
         }  # fmt: skip
-        rows = affordable_rows(shapes, memory_bytes=kv_cache_memory_bytes, **kinds)
+        rows = affordable_rows(shapes, memory_bytes=memory_bytes, **kinds)
         wanted = min(context_len or model.context_len, model.context_len)
         shares_rows = shares_rows and rows < num_slots * (wanted + self.max_nodes)
         longest = rows // GRANULE * GRANULE if shares_rows else rows // num_slots
@@ -124,26 +159,6 @@ class Runner:
             num_rows=longest if shares_rows else None,
             num_positions=model.context_len if has_partial_texts else None,
         )
-        self.last_position = min(model.context_len, self.cache.num_positions) - 1
-        self._taps = tuple(taps)
-        self.quantization: Quantization | None = None  # of quantized copies of the weights
-        self.head_rows: HeadRows | None = None
-        # Nobody else holds weights that were read for lean decoders alone.
-        self._writes = WeightWrites(nn.Module() if model.lean is not None else model.module)
-        decoder, self.choice = choose_decoder(
-            model,
-            self.cache,
-            taps,
-            runner=runner,
-            widths=PassWidths(
-                num_slots, min(usual_nodes or MAX_NODES, self.max_nodes), min(prefill_chunk, self.context_len)
-            ),
-            context_len=self.context_len,
-            costs=partial(pass_costs, model) if costs is None else costs,
-        )
-        self._use(decoder)
-        self._watch = CostWatch(model, decoder.name)
-        self._writes.leave_out_written()
 
     def draft_with(self, quantization: Quantization | None, head_tokens: Tensor | None = None) -> None:
         """Uses quantized copies of all matrices, or a part of the LM head; for draft models: the distribution changes.
