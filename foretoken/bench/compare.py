@@ -11,7 +11,7 @@ import torch
 from foretoken.bench.workload import Asked, SetupEngines, Workload, no_progress, prompt_token_ids
 from foretoken.models.generic import run_plain
 from foretoken.runner.costs import measure_costs, pass_costs
-from foretoken.runner.decoders import PassWidths, likely_decoder
+from foretoken.runner.runner import PassWidths, likely_decoder
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence

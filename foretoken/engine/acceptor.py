@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import math
 from dataclasses import replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -25,6 +25,7 @@ from foretoken.core.errors import described
 from foretoken.core.passes import TokenChoice
 from foretoken.core.records import TreeTrace
 from foretoken.core.token_tree import PROBE
+from foretoken.engine.iteration import Outcome
 from foretoken.sampling.batch import best_possible, warp
 from foretoken.sampling.node_scores import NodeScores
 
@@ -180,26 +181,6 @@ class Acceptor:
             chosen=output.chosen,
         )
         return scores, roots
-
-
-class Outcome(NamedTuple):
-    """Decision of acceptance for one sequence, on the host.
-
-    Attributes:
-        num_valid: Number of leading tokens with finite target logits that the request's parameters allow.
-        num_drafted: Drafted nodes of the tree that could be accepted.
-        tree_depth: Greatest depth of these nodes.
-        sources: `TokenTree.source` of the accepted nodes; all 1 if one drafter proposed the tree.
-        drafted: `TokenTree.source` of the nodes of `num_drafted`, in any order.
-    """
-
-    path: list[int]
-    tokens: list[int]
-    num_valid: int
-    num_drafted: int
-    tree_depth: int
-    sources: list[int]
-    drafted: list[int]
 
 
 def outcomes_on_host(scores: NodeScores, acceptance: Acceptance) -> list[Outcome]:

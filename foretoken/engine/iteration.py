@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from foretoken.core.token_tree import TokenTree
     from foretoken.decoder.base import PassOutput
     from foretoken.drafting.drafting import Draft, Drafting
-    from foretoken.engine.acceptor import Outcome
     from foretoken.engine.sequence import Sequence
     from foretoken.runner.runner import Runner
 
@@ -226,6 +225,26 @@ class Verification(NamedTuple):
     trees: Pass | None
     num_decoding: int
     chunks: list[Chunk]
+
+
+class Outcome(NamedTuple):
+    """Decision of acceptance for one sequence, on the host.
+
+    Attributes:
+        num_valid: Number of leading tokens with finite target logits that the request's parameters allow.
+        num_drafted: Drafted nodes of the tree that could be accepted.
+        tree_depth: Greatest depth of these nodes.
+        sources: `TokenTree.source` of the accepted nodes; all 1 if one drafter proposed the tree.
+        drafted: `TokenTree.source` of the nodes of `num_drafted`, in any order.
+    """
+
+    path: list[int]
+    tokens: list[int]
+    num_valid: int
+    num_drafted: int
+    tree_depth: int
+    sources: list[int]
+    drafted: list[int]
 
 
 class VerifiedBatch(NamedTuple):

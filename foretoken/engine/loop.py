@@ -42,8 +42,7 @@ if TYPE_CHECKING:
     from foretoken.core.results import Metric
     from foretoken.decoder.base import PassOutput
     from foretoken.drafting.drafting import Drafting
-    from foretoken.engine.acceptor import Outcome
-    from foretoken.engine.iteration import Verification
+    from foretoken.engine.iteration import Outcome, Verification
     from foretoken.engine.scheduler import SlotPool
     from foretoken.engine.sequence import Sequence
     from foretoken.runner.runner import Runner

@@ -79,7 +79,7 @@ def test_a_compiler_that_fails(
     compiler: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("CXX", script(tmp_path / "compiler", compiler))
-    monkeypatch.setattr("foretoken.runner.decoders._said", set())
+    monkeypatch.setattr("foretoken.runner.runner._said", set())
     assert llama_runner("lean").name == "lean-stock"
     assert message in caplog.text
     with pytest.raises(ModelError, match="runner 'lean-native' cannot run 'tiny llama'"):
@@ -93,7 +93,7 @@ def test_a_compiler_that_takes_long(
     """Whoever waits is told what it takes and that it goes on; one that never ends is ended."""
     monkeypatch.setattr(library, "_SAYS_SO_S", 1)
     monkeypatch.setattr(library, "_TIMEOUT_S", 2)
-    monkeypatch.setattr("foretoken.runner.decoders._said", set())
+    monkeypatch.setattr("foretoken.runner.runner._said", set())
     monkeypatch.setenv("CXX", script(tmp_path / "compiler", "exec sleep 600"))
     with caplog.at_level("INFO", logger=library.__name__):
         assert llama_runner("lean").name == "lean-stock"
@@ -107,7 +107,7 @@ def test_a_compiler_that_takes_long(
 @pytest.mark.usefixtures("fresh")
 def test_no_compiler_at_all(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.delenv("CXX", raising=False)
-    monkeypatch.setattr("foretoken.runner.decoders._said", set())
+    monkeypatch.setattr("foretoken.runner.runner._said", set())
     monkeypatch.setenv("PATH", "")
     assert llama_runner("lean").name == "lean-stock"
     assert "there is no C++ compiler for its kernels. Install one, such as g++." in caplog.text

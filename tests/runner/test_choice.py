@@ -20,8 +20,7 @@ from foretoken.decoder.library import native_library
 from foretoken.models.loading import wrap_model
 from foretoken.runner import costs, decoders
 from foretoken.runner.costs import CostCurve, PassCosts, keep_points, measure_costs
-from foretoken.runner.decoders import PassWidths, likely_decoder, ranked
-from foretoken.runner.runner import Runner
+from foretoken.runner.runner import PassWidths, Runner, likely_decoder, ranked
 
 
 def priced(step_ms: float, tree_ms: float, prompt_ms: float, *, slot_ms: float = 0.0) -> PassCosts:
@@ -194,7 +193,7 @@ def test_what_cannot_be_timed_comes_last(caplog: pytest.LogCaptureFixture) -> No
 
 
 def test_the_log_says_which_and_why(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decoders, "_said", set())
+    monkeypatch.setattr("foretoken.runner.runner._said", set())
     with caplog.at_level(logging.INFO, "foretoken"):
         for _ in range(2):
             runner(loaded(), "fastest", SMALL.__getitem__, max_nodes=16)

@@ -195,7 +195,6 @@ def test_unused_processors_cost_nothing() -> None:
     params = SamplingBatch.build([SamplingRequest(params=SamplingParams(), seed=0)] * 2, VOCAB)
     assert [params.top_k, params.top_p, params.min_p] == [None] * 3
     assert params.processors == ()
-    assert not params.needs_counts
     assert params.tail_len == 0
 
 
