@@ -10,7 +10,7 @@ from typing import Any
 
 import psutil
 
-from foretoken.bench.measurement import processor_facts, processor_name
+from foretoken.bench.compare import processor_facts, processor_name
 
 _ROOT = Path(__file__).resolve().parents[1]
 _FLAGS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "asimd")

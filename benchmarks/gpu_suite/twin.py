@@ -17,11 +17,11 @@ import torch
 
 from benchmarks.gpu_suite.scripted import read_bytes
 from benchmarks.speedup.sizes import methods_of
-from foretoken.bench.compare import measure_rounds
-from foretoken.bench.cost_twin.make import TwinPlan, make_twin_in_memory
+from foretoken.bench.compare import SetupEngines, measure_rounds
+from foretoken.bench.cost_twin import TwinPlan, make_twin_in_memory
 from foretoken.bench.plots import in_order
 from foretoken.bench.verify import Judge
-from foretoken.bench.workload import SetupEngines, Workload, load_prompts
+from foretoken.bench.workload import Workload, load_prompts
 from foretoken.entrypoints.config import Setup, parse_setup
 from foretoken.models.loading import LoadedModel, load_tokenizer
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from benchmarks.gpu_suite.work import Work
-    from foretoken.bench.measurement import Measurement
+    from foretoken.bench.compare import Measurement
 
 _TARGET = Path(__file__).resolve().parents[2] / "models" / "tinycode"
 _TEMPERATURES = (0.0, 0.8)

@@ -22,8 +22,7 @@ from typing import TYPE_CHECKING, Any
 from benchmarks.machine import commit, describe_machine
 from benchmarks.serving.report import markdown
 from benchmarks.serving.servers import Server, ServerError, Setting
-from foretoken.bench.serving_load import Load, run_load
-from foretoken.bench.serving_results import load_results
+from foretoken.bench.serving import Load, load_results, run_load
 from foretoken.bench.workload import load_prompts
 
 if TYPE_CHECKING:

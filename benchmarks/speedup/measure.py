@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 from benchmarks.machine import foreign_seconds
 from benchmarks.speedup.rows import Line
 from benchmarks.speedup.sizes import weights_bytes
-from foretoken.bench.compare import in_turn, measure_anew
-from foretoken.bench.workload import SetupEngines, Workload
+from foretoken.bench.compare import SetupEngines, in_turn, measure_anew
+from foretoken.bench.workload import Workload
 from foretoken.core.errors import RequestError
 from foretoken.entrypoints.config import PLAIN, parse_setup
 from foretoken.models.loading import load_model, load_tokenizer

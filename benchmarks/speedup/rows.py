@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
     from pathlib import Path
 
-    from foretoken.bench.measurement import Measurement
+    from foretoken.bench.compare import Measurement
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,7 +8,7 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from foretoken.bench.cost_twin.make import TwinPlan, make_twin
+from foretoken.bench.cost_twin import TwinPlan, make_twin
 from foretoken.core.errors import ConfigError
 from foretoken.files.bounded_reads import read_json_object
 from foretoken.formats.registry import holds_head

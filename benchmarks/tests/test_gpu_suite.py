@@ -24,7 +24,7 @@ from benchmarks.gpu_suite.scripted import prompt_ids, scripted, successor_model,
 from benchmarks.gpu_suite.step import PATTERNS, covered
 from benchmarks.gpu_suite.work import SECTIONS, Deadline, Section, Work
 from foretoken import LLM, SamplingParams
-from foretoken.bench.measurement import Measurement
+from foretoken.bench.compare import Measurement
 from foretoken.bench.verify import Comparison
 from foretoken.bench.workload import Workload
 from foretoken.entrypoints.config import Setup

@@ -14,7 +14,7 @@ from foretoken.core.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from foretoken.bench.measurement import Measurement
+    from foretoken.bench.compare import Measurement
 
 _OFTEN = 0.9  # share of passes with a draft; a choice: below, drafts that are missing cost more than wrong ones
 

@@ -1,7 +1,13 @@
-"""The report of SPEED-Bench: acceptance by category of prompts, and tokens per second of one user and of all.
+"""The figures of two public benchmarks, by category of prompts, from the requests of a run.
 
-Names and definitions are those of its measuring program, `examples/specdec_bench` in NVIDIA's Model-Optimizer. Lengths
-count the target's own token: a pass without an accepted draft has length 1. Passes that only read prompts have none.
+SPEED-Bench reports acceptance, and tokens per second of one user and of all. Names and definitions are those of its
+measuring program, `examples/specdec_bench` in NVIDIA's Model-Optimizer. Lengths count the target's own token: a pass
+without an accepted draft has length 1. Passes that only read prompts have none.
+
+Spec-Bench's leaderboard has accepted tokens and speed-up. Definitions are those of `evaluation/speed.py` in
+hemingkx/Spec-Bench. "Accepted tokens" count the target's own token, so plain decoding has 1: the figure is tau. A
+question's speed is its tokens over its seconds, prefill included, all turns together. A category's speed-up is the mean
+speed of its questions over plain decoding's.
 """
 
 from __future__ import annotations
@@ -9,14 +15,18 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 from statistics import fmean
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from foretoken.core.errors import RequestError
+
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from foretoken.core.records import StepRecord
+    from foretoken.text.prompt_rows import PromptRow
 
 NO_CATEGORY = "all"  # of prompts without one
 _QUANTILES = (0.25, 0.5, 0.75)
@@ -139,3 +149,57 @@ def _statistics(values: Iterable[float]) -> dict[str, Any] | None:
         "min": float(data.min()), "max": float(data.max()), "mean": float(data.mean()), "std": float(data.std()),
         "quantiles": {str(each): float(np.quantile(data, each)) for each in _QUANTILES},
     }  # fmt: skip
+
+
+SUITE, ALL = "spec-bench", "all"
+_MT_BENCH = ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities")
+GROUPS: Mapping[str, str] = MappingProxyType(dict.fromkeys(_MT_BENCH, "mt-bench"))
+"""The leaderboard's name for categories of the file."""
+
+CATEGORIES: Mapping[str, str] = MappingProxyType({
+    "mt-bench": "mt-bench", "translation": "translation", "summarization": "summ.", "qa": "qa",
+    "math_reasoning": "math", "rag": "rag",
+})  # fmt: skip
+"""The leaderboard's categories in its order, with headings of columns."""
+
+
+def check_rows(rows: Sequence[PromptRow]) -> None:
+    """Raises `RequestError` for a row of another category than Spec-Bench's, after `GROUPS`."""
+    for row in rows:
+        if row.category not in CATEGORIES:
+            raise RequestError(
+                f"{row.where} has the category '{row.category}', which Spec-Bench does not have. Expected "
+                f"{', '.join([*CATEGORIES, *_MT_BENCH])}. Pass data/spec_bench/question.jsonl of hemingkx/Spec-Bench, "
+                "or leave out --suite."
+            )
+
+
+def leaderboard(measured: Sequence[RequestRun], plain: Sequence[RequestRun]) -> dict[str, dict[str, Any]]:
+    """Returns figures of each category that occurs and of all questions: "speed_up", "tau" and "questions".
+
+    `plain` are plain decoding's runs of the same questions.
+    """
+    present = [name for name in CATEGORIES if any(run.category == name for run in measured)]
+    return {name: _board_figures(*([r for r in runs if name in (r.category, ALL)] for runs in (measured, plain)))
+            for name in (*present, ALL)}  # fmt: skip
+
+
+def _board_figures(measured: Sequence[RequestRun], plain: Sequence[RequestRun]) -> dict[str, Any]:
+    speeds = _speeds(measured)
+    passes = sum(run.lengths.total() for run in measured)
+    tokens = sum(length * count for run in measured for length, count in run.lengths.items())
+    return {
+        "speed_up": fmean(speeds) / fmean(_speeds(plain)),
+        "tau": tokens / passes if passes else None,
+        "questions": len(speeds),
+    }
+
+
+def _speeds(runs: Sequence[RequestRun]) -> list[float]:
+    """Returns the tokens per second of each question."""
+    tokens: dict[int, int] = {}
+    seconds: dict[int, float] = {}
+    for run in runs:
+        tokens[run.question] = tokens.get(run.question, 0) + run.num_tokens
+        seconds[run.question] = seconds.get(run.question, 0.0) + run.seconds
+    return [tokens[question] / seconds[question] for question in tokens]

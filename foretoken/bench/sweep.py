@@ -13,9 +13,9 @@ from itertools import groupby
 from statistics import quantiles
 from typing import TYPE_CHECKING, Any
 
-from foretoken.bench.compare import measure_rounds, note_surprise
+from foretoken.bench.compare import SetupEngines, measure_rounds, note_surprise
 from foretoken.bench.grid import Point, Refused, Serving
-from foretoken.bench.workload import Asked, SetupEngines, Workload, no_progress
+from foretoken.bench.workload import Asked, Workload, no_progress
 from foretoken.core.errors import ConfigError, ForetokenError
 from foretoken.files.atomic_files import JournalFile, OutputDirectory, is_begun, new_file, told_as
 from foretoken.files.processes import is_lock
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
     from pathlib import Path
 
-    from foretoken.bench.measurement import Measurement
+    from foretoken.bench.compare import Measurement
     from foretoken.models.loading import LoadedModel
 
 

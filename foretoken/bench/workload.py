@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import gzip
 import os
-import time
 import zlib
 from dataclasses import dataclass, replace
-from functools import partial
 from importlib import resources
 from io import BytesIO
 from itertools import zip_longest
@@ -15,12 +13,9 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, BinaryIO, cast
 
-from foretoken.bench.measurement import Measurement
-from foretoken.bench.speed_report import NO_CATEGORY, RunLog
+from foretoken.bench.speed_report import NO_CATEGORY
 from foretoken.core.errors import RequestError, one_line
-from foretoken.core.records import GenerationMetrics
 from foretoken.core.sampling_params import SamplingParams
-from foretoken.entrypoints.config import PLAIN, Setup
 from foretoken.entrypoints.llm import LLM
 from foretoken.files.bounded_reads import MIB, read_named, read_stream
 from foretoken.text.prompt_rows import PromptRow, json_lines, read_prompt_row
@@ -29,7 +24,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from foretoken.core.records import StepRecord
-    from foretoken.core.results import RequestOutput
     from foretoken.models.loading import LoadedModel
 
 HELD_OUT = "heldout"
@@ -225,109 +219,3 @@ class TokenProgress:
 def no_progress(done: int, total: int) -> None:
     """Shows nothing."""
     del done, total
-
-
-# A choice: several iterations, so that buffers exist and kernels are compiled before the clock starts.
-_WARM_UP_TOKENS = 8
-
-
-class SetupEngines:
-    """One engine a setup, over weights that are loaded once; plain decoding is always included, as the first."""
-
-    def __init__(
-        self,
-        model: LoadedModel,
-        tokenizer: Any,
-        setups: Sequence[Setup],
-        workload: Workload,
-        *,
-        batch_size: int = 1,
-        runner: str = "auto",
-    ) -> None:
-        self.workload, self._batch_size = workload, batch_size
-        self._engines: dict[str, LLM] = {}
-        self._on_step: Callable[[StepRecord], None] = _ignore  # one engine runs at a time
-        self._create = partial(
-            LLM, model, tokenizer=tokenizer, max_num_seqs=batch_size, runner=runner, on_step=self._note_step,
-            enable_prefix_caching=False,  # a repeated prompt must cost as much as a new one
-        )  # fmt: skip
-        for setup in [Setup(PLAIN, None), *(setup for setup in setups if setup.config is not None)]:
-            self.add(setup)
-
-    @property
-    def names(self) -> list[str]:
-        """The names of the setups, in order."""
-        return list(self._engines)
-
-    def add(self, setup: Setup) -> None:
-        """Makes or replaces the engine of a setup; raises `ForetokenError` if the drafter does not fit the target."""
-        config = setup.with_references(self._plain_texts() if setup.needs_references else ())
-        self._engines[setup.name] = self._create(speculative_config=config)
-
-    def remove(self, name: str) -> None:
-        """Frees the engine of a setup, with its memory."""
-        del self._engines[name]
-
-    @property
-    def is_lossy(self) -> bool:
-        """Whether the text of any setup may differ from plain decoding's."""
-        return any(engine.is_lossy for engine in self._engines.values())
-
-    def empty(self, name: str, temperature: float) -> Measurement:
-        """Returns an empty measurement of a setup."""
-        target = self._engines[name].target
-        return Measurement(name, temperature, target.name, target.choice, batch_size=self._batch_size)
-
-    def warm_up(self, temperature: float) -> None:
-        """Decodes a few tokens with every setup, untimed."""
-        params = replace(
-            self.workload.params(temperature)[0], max_tokens=min(_WARM_UP_TOKENS, self.workload.max_tokens)
-        )
-        for engine in self._engines.values():
-            engine.generate(self.workload.prompts[0], params)
-
-    def measure(self, name: str, temperature: float, batch: Sequence[int]) -> Measurement:
-        """Decodes one batch, indices into the workload's prompts, with one setup and returns the round."""
-        row, params = self.empty(name, temperature), self.workload.params(temperature)
-        work, log = self.workload, RunLog()
-
-        def note(record: StepRecord) -> None:
-            now = time.perf_counter()
-            row.add_step(record, now)
-            log.add(record, now)
-
-        self._on_step = note
-        begin = time.perf_counter()
-        results = self._engines[name].generate([work.prompts[i] for i in batch], [params[i] for i in batch])
-        seconds = time.perf_counter() - begin
-        self._on_step = _ignore
-        row.metrics = GenerationMetrics.total(result.metrics for result in results)
-        row.runs = [
-            log.run_of(
-                result.request_id, work.categories[index] if work.categories else NO_CATEGORY,
-                question=work.questions[index] if work.questions else index, begin=begin,
-            )
-            for result, index in zip(results, batch, strict=True)
-        ]  # fmt: skip
-        row.wall_seconds = seconds
-        row.seconds.append(seconds - row.metrics.prefill_seconds)
-        decoded = row.metrics.num_emitted - row.metrics.num_prefill_emitted
-        row.tokens.append(decoded or row.metrics.num_emitted)  # with one token a prompt, prefill's tokens count
-        row.taus.append(row.tau)
-        row.texts.extend(list(result.outputs[0].token_ids) for result in results)
-        return row
-
-    def _note_step(self, record: StepRecord) -> None:
-        self._on_step(record)
-
-    def _plain_texts(self) -> list[RequestOutput]:
-        plain, workload = self._engines[PLAIN], self.workload
-        return [
-            output
-            for temperature in workload.temperatures
-            for output in plain.generate(list(workload.prompts), workload.params(temperature))
-        ]
-
-
-def _ignore(record: StepRecord) -> None:
-    del record

@@ -20,7 +20,7 @@ from foretoken.core.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from foretoken.bench.measurement import Measurement
+    from foretoken.bench.compare import Measurement
     from foretoken.text.prompt_rows import PromptRow
 
 
@@ -147,7 +147,7 @@ def bench(
 
 
 def _suite_rows(suite: str, prompts: str, limit: int) -> list[PromptRow]:
-    from foretoken.bench.spec_bench import GROUPS, SUITE, check_rows
+    from foretoken.bench.speed_report import GROUPS, SUITE, check_rows
     from foretoken.bench.workload import read_prompts
 
     if suite != SUITE:
@@ -164,7 +164,7 @@ def _suite_rows(suite: str, prompts: str, limit: int) -> list[PromptRow]:
 
 def _leaderboards(measurements: Sequence[Measurement]) -> list[dict[str, Any]]:
     """Returns the lines of the leaderboard, plain decoding's included."""
-    from foretoken.bench.spec_bench import leaderboard
+    from foretoken.bench.speed_report import leaderboard
     from foretoken.entrypoints.config import PLAIN
 
     plain: dict[tuple[float, int], Measurement] = {}
@@ -181,7 +181,7 @@ def _leaderboards(measurements: Sequence[Measurement]) -> list[dict[str, Any]]:
 
 
 def _print_leaderboards(boards: Sequence[Mapping[str, Any]], twin: str) -> None:
-    from foretoken.bench.spec_bench import ALL, CATEGORIES
+    from foretoken.bench.speed_report import ALL, CATEGORIES
 
     titles = {
         "speed_up": "Spec-Bench: speed-up by category, prefill included; tau counts the target's own token",
@@ -357,10 +357,9 @@ def bench_serve(
     from foretoken.bench.workload import read_prompts
 
     try:
-        from foretoken.bench.serving_load import Load, run_load
+        from foretoken.bench.serving import Load, load_results, run_load
     except ImportError as err:
         raise ConfigError("httpx is not installed. Run in foretoken's repository: pip install '.[bench]'.") from err
-    from foretoken.bench.serving_results import load_results
 
     if save_result is not None:
         options.check_new_file(save_result, "--save-result", force=force)
@@ -415,7 +414,7 @@ def _save(path: Path, results: dict[str, Any]) -> None:
 
 
 def _print_load(results: dict[str, Any]) -> None:
-    from foretoken.bench.serving_results import LATENCIES
+    from foretoken.bench.serving import LATENCIES
 
     head = (
         "model_id",

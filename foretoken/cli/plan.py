@@ -17,8 +17,7 @@ from foretoken.files.atomic_files import write_file
 
 if TYPE_CHECKING:
     from foretoken.planning.acceptance import Curve
-    from foretoken.planning.plan import Page, Plan
-    from foretoken.planning.predict import Prediction
+    from foretoken.planning.plan import Page, Plan, Prediction
     from foretoken.text.prompt_rows import PromptRow
 
 _BATCHES = (1, 4, 8, 16)
@@ -237,7 +236,7 @@ def _measured(
 
     `asked` are settings of the workload.
     """
-    from foretoken.bench.measurement import processor_name
+    from foretoken.bench.compare import processor_name
     from foretoken.bench.workload import make_workload
     from foretoken.decoder.slot_cache import share_of_free
     from foretoken.planning import measure as measuring
@@ -298,7 +297,7 @@ def _print(plan: Plan, header: Mapping[str, Any], *, wide: bool) -> None:
 
 
 def _print_page(page: Page, plan: Plan, *, wide: bool) -> None:
-    from foretoken.planning.predict import best_depths
+    from foretoken.planning.plan import best_depths
 
     rows = [
         _row(each)

@@ -145,7 +145,7 @@ class _Run:
     def conditions(self, axes: dict[str, list[Any]], plan: SweepPlan, dtype: str) -> dict[str, Any]:
         import hashlib
 
-        from foretoken.bench.measurement import processor_name
+        from foretoken.bench.compare import processor_name
         from foretoken.formats.checkpoint import TargetFingerprint
 
         loaded, _ = self.load_target(dtype)

@@ -15,8 +15,7 @@ from foretoken.core.errors import ConfigError, RequestError, nearest_name_hint
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from foretoken.bench.cost_twin.check import TwinCheck
-    from foretoken.bench.cost_twin.make import TwinPart
+    from foretoken.bench.cost_twin import TwinCheck, TwinPart
 
 _DTYPES = ("float16", "bfloat16", "float32")
 _DRAFT_MODELS, _FILLS = ("pad", "keep", "none"), ("zeros", "random")
@@ -65,8 +64,7 @@ def twin(
     """
     import torch
 
-    from foretoken.bench.cost_twin.check import check_twin
-    from foretoken.bench.cost_twin.make import TwinPlan, make_twin
+    from foretoken.bench.cost_twin import TwinPlan, check_twin, make_twin
     from foretoken.bench.workload import load_prompts
     from foretoken.decoder.library import set_num_threads
     from foretoken.models.config_checks import check_model_files

@@ -27,14 +27,7 @@ from foretoken.formats.conversion import (
     own_entry,
 )
 from foretoken.formats.eagle import EMBEDDING, read_eagle, stated_layer, without_prefix
-from foretoken.formats.eagle3 import (
-    LAYER_IDS,
-    boundaries_of,
-    eagle3_tensors,
-    flag,
-    read_eagle3,
-    with_plain_vocabulary,
-)
+from foretoken.formats.eagle3 import LAYER_IDS, boundaries_of, eagle3_tensors, flag, read_eagle3, with_plain_vocabulary
 from foretoken.formats.files import HeadFiles, Weights, save
 
 if TYPE_CHECKING:

@@ -12,6 +12,7 @@ from functools import cache
 from importlib import resources
 from itertools import accumulate, pairwise
 from math import inf, isfinite
+from operator import mul
 from typing import TYPE_CHECKING, Any
 
 import yaml
@@ -19,7 +20,6 @@ import yaml
 from foretoken.core.checks import shown
 from foretoken.core.errors import ConfigError
 from foretoken.files.bounded_reads import MIB, read_named
-from foretoken.planning.theory import expected_tokens, survivals
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -94,6 +94,25 @@ class Curve:
     def nextn(self, depth: int) -> dict[str, Any]:
         """Returns the keys of AIConfigurator that describe drafts of a depth."""
         return {"nextn": depth, "nextn_accepted": round(self.lengths[depth - 1] - 1, 4)}
+
+
+def survivals(rates: Sequence[float]) -> list[float]:
+    """Returns P(at least k tokens are accepted) for each depth k of a chain.
+
+    Args:
+        rates: P(token k is accepted | the tokens before it are), k = 1, 2, …
+    """
+    return list(accumulate(rates, mul))
+
+
+def expected_tokens(survived: Sequence[float]) -> float:
+    """Returns the expected tokens of a pass from the survivals of a chain's depths, or of all nodes of a tree.
+
+    Any dependence between tokens is allowed: the number of accepted tokens is the number of accepted nodes.
+
+    Source: linearity of expectation; for trees Chen et al. 2024 (Sequoia, arXiv 2402.12374), section 3.1.
+    """
+    return 1.0 + sum(survived)
 
 
 def lengths_of_rates(rates: Sequence[float]) -> list[float]:

@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from foretoken.planning.predict import NO_DRAFT, PlannedDraft
-from foretoken.planning.sizes import drafter_sizes
-from foretoken.planning.theory import Machine, ModelSizes, pass_seconds
+from foretoken.planning.plan import NO_DRAFT, PlannedDraft
+from foretoken.planning.sizes import Machine, ModelSizes, drafter_sizes, pass_seconds
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -34,13 +33,7 @@ def nominal_machine(bytes_per_s: float, flops_per_s: float, memory_bytes: float)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RooflineCosts:
-    """Costs of a described machine.
-
-    Attributes:
-        target: Its sizes.
-        machine: The device.
-        host_s: Seconds of the host in an iteration.
-    """
+    """Costs of a described machine for a target of some sizes; `host_s`: seconds of the host in an iteration."""
 
     target: ModelSizes
     machine: Machine
@@ -104,12 +97,9 @@ class TimedDrafter:
     seen_depth: int = 0
 
     def seconds(self, batch: int, depth: int, plain: Iterations) -> float:
-        """Returns the seconds of a draft for the whole batch.
+        """Returns the seconds of a draft of `depth` levels for the whole batch, linear between the timed batches.
 
-        Args:
-            batch: Sequences; between and beyond the timed batches the seconds are linear.
-            depth: Levels.
-            plain: Iterations without drafts: their slowdown counts if drafts were not seen in the engine.
+        The slowdown of `plain` iterations, without drafts, counts if drafts were not seen in the engine.
         """
         alone = self._alone(batch, depth)
         if self.seen is None or not (known := self._alone(1, self.seen_depth)):
@@ -132,14 +122,7 @@ def _between(known: Mapping[int, float], at: float) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimedPasses:
-    """Seconds of passes as timed alone, behind a short and a long context.
-
-    Attributes:
-        near: Behind `near_context` committed tokens.
-        far: Behind `far_context` committed tokens.
-        near_context: Of `near`.
-        far_context: Of `far`; larger.
-    """
+    """Seconds of passes as timed alone, behind few (`near_context`) and many (`far_context`) committed tokens."""
 
     near: PassCosts
     far: PassCosts

@@ -23,7 +23,7 @@ from foretoken.entrypoints.config import PLAIN
 from foretoken.entrypoints.llm import LLM
 from foretoken.planning.acceptance import Curve
 from foretoken.planning.costs import Iterations, MeasuredCosts, TimedDrafter, TimedPasses
-from foretoken.planning.predict import PlannedDraft
+from foretoken.planning.plan import PlannedDraft
 from foretoken.planning.sizes import sizes_of
 from foretoken.runner.costs import COSTS_PREFIX, CostCurve, PassCosts, measure_costs
 
@@ -170,13 +170,9 @@ def replayed(text: Sequence[ReplayedStep], depth: int) -> tuple[int, int, int, i
 
 
 def curve_of(name: str, temperature: float, texts: Sequence[Sequence[ReplayedStep]], source: str) -> Curve:
-    """Returns the acceptance in texts that one sequence at a time wrote.
+    """Returns the acceptance in texts that one sequence at a time wrote, from the steps of each text.
 
-    Args:
-        name: The drafter, see `Curve.name`; other trees than chains keep their depth.
-        temperature: Of the requests.
-        texts: The steps of each text.
-        source: What was measured.
+    Chains are replayed at every depth; other trees keep their depth.
     """
     deepest = max(step.depth for text in texts for step in text) or 1
     is_chain = name.endswith(":chain")
@@ -228,13 +224,9 @@ def measure(
     alike.
 
     Args:
-        model: The target.
-        tokenizer: Its tokenizer.
         setups: Configurations of existing drafters, by `Curve.name`.
-        workload: Prompts and sampling parameters.
         batches: Sequences that are planned for.
         has_acceptance: Whether to measure acceptance; else plain decoding and prompt lookup alone run, for the host.
-        runner: See `LLM`.
         on_progress: Called with prompts done and prompts in all.
 
     Raises:

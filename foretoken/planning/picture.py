@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from foretoken.bench.plots import LIGHT, load_matplotlib, look_of, page_style
 from foretoken.core.errors import ConfigError
 from foretoken.files.atomic_files import new_file, told_as
-from foretoken.planning.predict import best_depths
+from foretoken.planning.plan import best_depths
 
 if TYPE_CHECKING:
     from pathlib import Path

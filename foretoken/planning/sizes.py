@@ -1,8 +1,8 @@
-"""The sizes of targets and drafters that decide what passes cost, from a model or its configuration alone."""
+"""The sizes of targets and drafters, from a model or its configuration alone; and the roofline: seconds of a pass."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -15,10 +15,128 @@ from foretoken.models.local import is_gguf
 from foretoken.models.placement import DTYPES
 from foretoken.models.quantization.gguf_file import read_gguf
 from foretoken.models.weight_files import meta_model
-from foretoken.planning.theory import ModelSizes
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import torch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSizes:
+    """The sizes of a model that decide what a pass costs.
+
+    Attributes:
+        layers: L, with attention.
+        hidden_size: D.
+        heads: H, query heads.
+        kv_heads: Hk.
+        head_dim: Width of a head.
+        vocab_size: V, logits of a token; 0 without an LM head.
+        weights: Weights that every pass reads: all but the experts and an embedding that only looks up rows.
+        experts: Experts of a layer; 0 for a dense model.
+        experts_per_token: Experts that a token uses.
+        expert_weights: Weights of one expert, summed over the layers.
+        weight_bytes: Bytes of a weight.
+        kv_bytes: Bytes of an element of the KV cache.
+    """
+
+    layers: int
+    hidden_size: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab_size: int
+    weights: float
+    experts: int = 0
+    experts_per_token: int = 0
+    expert_weights: float = 0.0
+    weight_bytes: float = 2.0
+    kv_bytes: float = 2.0
+
+    @property
+    def active_weights(self) -> float:
+        """Weights that one token uses."""
+        return self.weights + self.experts_per_token * self.expert_weights
+
+    @property
+    def weights_bytes(self) -> float:
+        """Bytes of all weights that passes read."""
+        return self.weight_bytes * (self.weights + self.experts * self.expert_weights)
+
+    @property
+    def kv_bytes_per_token(self) -> float:
+        """Bytes of the keys and values of one position."""
+        return 2 * self.layers * self.kv_heads * self.head_dim * self.kv_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """A device as the roofline sees it.
+
+    Attributes:
+        bytes_per_s: Memory bandwidth that passes reach.
+        flops_per_s: Arithmetic that passes reach, in the dtype of the weights.
+        memory_bytes: Memory for weights and KV cache.
+        launch_s: Fixed seconds of a pass.
+    """
+
+    bytes_per_s: float
+    flops_per_s: float
+    memory_bytes: float
+    launch_s: float = 0.0
+
+    @property
+    def ridge(self) -> float:
+        """Operations per byte from which arithmetic takes longer than memory."""
+        return self.flops_per_s / self.bytes_per_s
+
+
+_LOGIT_READS = 3  # times that softmax and sampling go over float32 logits; a choice: two for softmax, one for the draw
+
+
+def touched_experts(experts: int, experts_per_token: int, tokens: float) -> float:
+    """Returns the expected number of experts that some token of a pass uses, if every expert is equally likely.
+
+    Source: linearity of expectation; an expert stays idle with probability (1 - k / E) ** tokens.
+    """
+    return experts * (1 - (1 - experts_per_token / experts) ** tokens) if experts else 0.0
+
+
+def pass_seconds(sizes: ModelSizes, machine: Machine, *, contexts: Sequence[float], width: float) -> float:
+    """Returns the seconds of a pass by the roofline: weights, then the KV cache, then logits.
+
+    Each part takes the longer of its memory traffic and its arithmetic. A sequence reads its KV cache once for all of
+    its tokens. A wide pass of a mixture of experts reads more experts.
+
+    Args:
+        sizes: The model.
+        machine: The device.
+        contexts: Committed tokens of each of B sequences.
+        width: Tokens of each sequence in the pass.
+
+    Source: Williams et al. 2009 (roofline, doi 10.1145/1498765.1498785), applied to each part of a decoder.
+    """
+    tokens, committed = len(contexts) * width, sum(contexts)
+    touched = touched_experts(sizes.experts, sizes.experts_per_token, tokens)
+    weights = machine_seconds(
+        machine,
+        num_bytes=sizes.weight_bytes * (sizes.weights + touched * sizes.expert_weights),
+        flops=2 * sizes.active_weights * tokens,
+    )
+    cache = machine_seconds(
+        machine,
+        num_bytes=sizes.kv_bytes_per_token * committed,
+        flops=4 * sizes.layers * sizes.heads * sizes.head_dim * width * (committed + tokens / 2),
+    )
+    logits = 4 * tokens * sizes.vocab_size * _LOGIT_READS / machine.bytes_per_s
+    return machine.launch_s + weights + cache + logits
+
+
+def machine_seconds(machine: Machine, *, num_bytes: float, flops: float) -> float:
+    """Returns the longer of the times for memory and arithmetic."""
+    return max(num_bytes / machine.bytes_per_s, flops / machine.flops_per_s)
+
 
 _EXPERTS = ".experts."  # part of the names of the weights of experts in transformers; shared experts have another name
 # Sizes of drafters that do not exist yet. Choices: the sizes that their papers and trainers use most.
@@ -60,12 +178,9 @@ def _own_dtype(config: Any) -> torch.dtype:
 
 
 def sizes_of(module: Any, config: Any, itemsize: int) -> ModelSizes:
-    """Returns the sizes of a model of transformers.
+    """Returns the sizes of a model of transformers with a text configuration; its weights may be on "meta".
 
-    Args:
-        module: The model; its weights may lie on the device "meta".
-        config: Its text configuration.
-        itemsize: Bytes of a weight, and of an element of the KV cache.
+    `itemsize`: bytes of a weight, and of an element of the KV cache.
     """
     experts = next((n for key in _EXPERT_COUNTS if (n := getattr(config, key, None))), 0)
     tied = getattr(module, "all_tied_weights_keys", {})
@@ -162,10 +277,8 @@ def _windowed_sizes(method: str, target: ModelSizes, block: float) -> DrafterSiz
     if method == "self_sparse":
         return DrafterSizes(target, 0.0, window=_SPARSE_WINDOW)
     if method == "spire":
-        shared = (
-            (_SPIRE_LAYERS - 1) * 2 * target.hidden_size * target.kv_heads * target.head_dim
-        )  # keys and values of further blocks
-        own = _SPIRE_LAYERS * block - shared
+        keys_and_values = 2 * target.hidden_size * target.kv_heads * target.head_dim
+        own = _SPIRE_LAYERS * block - (_SPIRE_LAYERS - 1) * keys_and_values  # which the further blocks do not have
         reads = _resized(target, own + target.vocab_size * target.hidden_size, layers=_SPIRE_LAYERS)
         return DrafterSizes(reads, own, training_steps=7, window=_SPIRE_WINDOW)
     return None
@@ -194,10 +307,7 @@ _TRAINING_SHARE = 0.4  # of the arithmetic that a device can do; gives Medusa's 
 def training_seconds(target: ModelSizes, drafter: DrafterSizes, peak_flops: float) -> float:
     """Returns the seconds to train a head: the target reads every token once, the head learns from it.
 
-    Args:
-        target: The frozen target.
-        drafter: The head.
-        peak_flops: Arithmetic of the device, operations a second.
+    `peak_flops` is the arithmetic of the device, in operations a second.
 
     Source: two operations a weight and token forward, six with the backward pass (Kaplan et al. 2020, arXiv
     2001.08361, section 2.1). Tokens: the recipe of Medusa-1 (arXiv 2401.10774, section 3).

@@ -5,32 +5,27 @@ from __future__ import annotations
 import shlex
 from dataclasses import dataclass, field
 from statistics import fmean, stdev
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from foretoken.core.records import StageSeconds
-from foretoken.planning.predict import INTERVAL_WIDTH, PLAIN
+from foretoken.entrypoints.config import PLAIN
+from foretoken.planning.plan import INTERVAL_WIDTH, Word
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Sequence
 
-    from foretoken.bench.measurement import Measurement
+    from foretoken.bench.compare import Measurement
     from foretoken.core.records import StepRecord
 
-Word = Literal["take", "do not draft", "not decided"]
 _ONE_ROUND = 0.1  # relative standard error of a single speed-up; a choice
 _ONE_RUN = 0.05  # the same of a run that was not compared with plain decoding; a choice
 _MOST_DECLINED = 0.5  # share of passes from which on a slower row counts as declined; a choice
 
 
 class Verdict(NamedTuple):
-    """What a comparison at one temperature and batch size says.
+    """What a comparison at one temperature and batch size says of the fastest drafter.
 
-    Attributes:
-        drafter: The fastest drafter.
-        speed_up: Its median speed-up.
-        low: Lower end of an 80 % interval of its mean speed-up.
-        high: Its upper end.
-        sentence: All of it, for people.
+    `speed_up` is its median; `low` and `high` are the ends of an 80 % interval of its mean.
     """
 
     temperature: float

@@ -12,7 +12,7 @@ from bench.scripted_server import NUM_INPUT, ScriptedServer
 from cli.command_line import MODEL, Finished, run
 from served_app import served
 
-from foretoken.bench.serving_load import DraftCounts, arrival_times, page_counts
+from foretoken.bench.serving import DraftCounts, arrival_times, page_counts
 
 FIGURES = ("mean", "median", "std", "p50", "p90", "p99")
 VLLM_KEYS = {

@@ -13,10 +13,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from tiny_models import VOCAB_SIZE, tiny_model
 
-from foretoken.bench.cost_twin.check import check_twin
-from foretoken.bench.cost_twin.heads import _METHODS, padded_head
-from foretoken.bench.cost_twin.make import TwinPart, TwinPlan, make_twin, make_twin_in_memory
-from foretoken.bench.cost_twin.model import Padding, growth, open_model
+from foretoken.bench.cost_twin import TwinPart, TwinPlan, check_twin, make_twin, make_twin_in_memory
+from foretoken.bench.padding import _METHODS, Padding, growth, open_model, padded_head
 from foretoken.core.errors import ConfigError, ForetokenError, ModelError
 from foretoken.core.passes import Pass
 from foretoken.formats import native
@@ -266,7 +264,7 @@ def test_random_filling_is_random_and_writes_nothing(tmp_path: Path) -> None:
 def test_large_twins_are_written_in_several_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = small(tmp_path / "small")
     [whole] = made(model, tmp_path / "whole")
-    monkeypatch.setattr("foretoken.bench.cost_twin.model._SHARD_SIZE", 100_000)
+    monkeypatch.setattr("foretoken.bench.padding._SHARD_SIZE", 100_000)
     [part] = made(model, tmp_path / "twin")
     assert len(list(part.path.glob("*.safetensors"))) == 6
     assert part.num_parameters == whole.num_parameters

@@ -14,8 +14,8 @@ import pytest
 
 from benchmarks.losses import cases, write_shuffled
 from foretoken import LLM
+from foretoken.bench.compare import Measurement
 from foretoken.bench.loss import split_loss
-from foretoken.bench.measurement import Measurement
 from foretoken.bench.workload import Workload, load_prompts
 from foretoken.core.errors import ConfigError
 from foretoken.core.records import GenerationMetrics, StageSeconds, StepRecord

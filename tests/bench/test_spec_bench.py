@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 from cli.command_line import MODEL, run
 
-from foretoken.bench.spec_bench import leaderboard
-from foretoken.bench.speed_report import RequestRun
+from foretoken.bench.speed_report import RequestRun, leaderboard
 
 
 def a_run(category: str, question: int, seconds: float, lengths: dict[int, int]) -> RequestRun:

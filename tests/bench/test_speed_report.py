@@ -11,8 +11,7 @@ import pytest
 from cli.command_line import MODEL, run
 
 from foretoken import LLM, SamplingParams
-from foretoken.bench.serving_load import Answer, DraftCounts, Load, LoadRun
-from foretoken.bench.serving_results import load_results
+from foretoken.bench.serving import Answer, DraftCounts, Load, LoadRun, load_results
 from foretoken.bench.speed_report import RunLog, speed_report
 from foretoken.bench.workload import load_prompts, read_prompts
 from foretoken.core.records import StepRecord

@@ -12,7 +12,7 @@ import torch
 from command_line import MODEL, ROOT, Finished, run
 from tiny_models import tiny_model
 
-from foretoken.bench.cost_twin.model import Padding
+from foretoken.bench.padding import Padding
 from foretoken.formats import native
 from foretoken.formats.checkpoint import HeadCheckpoint, TargetFingerprint
 from foretoken.formats.conversion import head_shapes

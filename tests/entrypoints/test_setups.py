@@ -13,7 +13,8 @@ from end_to_end.tiny_llms import tokenizer
 from transformers import AutoModelForCausalLM
 
 from foretoken import LLM, SamplingParams
-from foretoken.bench.workload import SetupEngines, Workload
+from foretoken.bench.compare import SetupEngines
+from foretoken.bench.workload import Workload
 from foretoken.core.errors import ConfigError
 from foretoken.entrypoints.config import checked_setup, checked_setups, parse_setup, parse_speculative_config
 from foretoken.formats import native

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import random
-from itertools import pairwise
+from itertools import pairwise, product
+from math import prod
 from pathlib import Path
 
 import pytest
@@ -13,11 +14,13 @@ import yaml
 from foretoken.core.errors import ConfigError
 from foretoken.planning.acceptance import (
     Curve,
+    expected_tokens,
     filled,
     golden_yaml,
     library,
     nearest,
     read_curves,
+    survivals,
 )
 from foretoken.planning.measure import ReplayedStep, curve_of, replayed
 
@@ -35,6 +38,16 @@ def written(tmp_path: Path, text: str) -> Path:
     place = tmp_path / "lengths.yaml"
     place.write_text(text, encoding="utf-8")
     return place
+
+
+@pytest.mark.parametrize("rates", [[], [0.0], [0.62] * 5, [0.99] * 2, [1.0] * 3, [0.9, 0.4, 0.75, 0.1]])
+def test_tokens_of_a_chain_by_enumeration(rates: list[float]) -> None:
+    """Over all outcomes of the tests of a chain's tokens, whether they are looked at or not."""
+    counted = 0.0
+    for tests in product((True, False), repeat=len(rates)):
+        accepted = tests.index(False) if False in tests else len(tests)
+        counted += (1 + accepted) * prod(r if passed else 1 - r for passed, r in zip(tests, rates, strict=True))
+    assert expected_tokens(survivals(rates)) == pytest.approx(counted, abs=1e-12)
 
 
 def test_golden_lengths_are_read_by_model_and_mode(tmp_path: Path) -> None:

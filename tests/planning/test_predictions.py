@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -17,10 +18,25 @@ from foretoken.planning.costs import (
     TimedPasses,
     nominal_machine,
 )
-from foretoken.planning.plan import make_plan
-from foretoken.planning.predict import NO_DRAFT, Limits, PlannedDraft, advise, breaks_even_at, predict, predictions
-from foretoken.planning.sizes import described_sizes, drafter_sizes, training_seconds
-from foretoken.planning.theory import Machine, ModelSizes, pass_seconds, throughput_multiplier, walltime_factor
+from foretoken.planning.plan import (
+    NO_DRAFT,
+    Limits,
+    PlannedDraft,
+    advise,
+    breaks_even_at,
+    make_plan,
+    predict,
+    predictions,
+)
+from foretoken.planning.sizes import (
+    Machine,
+    ModelSizes,
+    described_sizes,
+    drafter_sizes,
+    pass_seconds,
+    touched_experts,
+    training_seconds,
+)
 from foretoken.runner.costs import CostCurve, PassCosts
 
 ROOT = Path(__file__).parents[2]
@@ -28,6 +44,38 @@ LLAMA_8B = ModelSizes(
     layers=32, hidden_size=4096, heads=32, kv_heads=8, head_dim=128, vocab_size=128256, weights=15_009_849_344 / 2
 )  # fmt: skip
 H100 = nominal_machine(3.35e12, 989e12, 80e9)
+
+
+DENSE = replace(LLAMA_8B, weights=7.5e9)
+NOMINAL = Machine(bytes_per_s=3.35e12, flops_per_s=989e12, memory_bytes=80e9)
+
+
+def test_a_narrow_pass_reads_weights_and_cache_once() -> None:
+    weights, cache = 2 * 7.5e9, 2 * 32 * 8 * 128 * 2 * 1000
+    logits = 4 * 128256 * 3
+    expected = (weights + cache + logits) / NOMINAL.bytes_per_s
+    assert pass_seconds(DENSE, NOMINAL, contexts=[1000], width=1) == pytest.approx(expected, rel=1e-12)
+    eight = pass_seconds(DENSE, NOMINAL, contexts=[1000], width=8)
+    assert eight == pytest.approx(expected + 7 * logits / NOMINAL.bytes_per_s, rel=1e-12)
+
+
+def test_a_wide_pass_is_bound_by_arithmetic() -> None:
+    seconds = pass_seconds(DENSE, NOMINAL, contexts=[0] * 1000, width=4)
+    arithmetic = (2 * 7.5e9 * 4000 + 4 * 32 * 32 * 128 * 4 * 1000 * 2) / NOMINAL.flops_per_s
+    assert seconds == pytest.approx(arithmetic + 4 * 4000 * 128256 * 3 / NOMINAL.bytes_per_s, rel=1e-12)
+
+
+def test_experts_that_a_pass_touches() -> None:
+    assert [round(touched_experts(256, 8, tokens)) for tokens in (1, 16, 64)] == [8, 102, 222]
+    routes = [set(each) for each in product(range(3), repeat=4)]  # four tokens, one of three experts each
+    assert touched_experts(3, 1, 4) == pytest.approx(sum(map(len, routes)) / len(routes), abs=1e-12)
+    assert touched_experts(0, 0, 7) == 0
+    mixture = ModelSizes(
+        layers=1, hidden_size=1, heads=1, kv_heads=1, head_dim=1, vocab_size=0, weights=1e9, experts=256,
+        experts_per_token=8, expert_weights=1e8,
+    )  # fmt: skip
+    plain, wide = (pass_seconds(mixture, NOMINAL, contexts=[0], width=width) for width in (1, 16))
+    assert wide / plain == pytest.approx((1e9 + 101.97e8) / (1e9 + 8e8), rel=1e-3)  # both bound by memory
 
 
 def chain(name: str, rates: list[float]) -> Curve:
@@ -40,7 +88,7 @@ def test_free_drafts_on_a_machine_without_arithmetic_limits_gain_what_theorem_3_
     costs = RooflineCosts(target=sizes, machine=machine, host_s=0.0)
     (best, *_) = predictions([chain("ngram", [0.8] * 5)], costs, batch=1, context=10)
     assert best.draft.depth == 5
-    assert best.speed_up == pytest.approx(walltime_factor(0.8, 5, 0.0), rel=1e-9)
+    assert best.speed_up == pytest.approx((1 - 0.8**6) / (1 - 0.8), rel=1e-9)
     assert best.ms_per_token == pytest.approx(1e3 / best.tokens_per_s)
     assert best.low < best.tokens_per_s < best.high
 
@@ -67,9 +115,9 @@ def test_drafts_within_a_window_gain_the_modelled_multiplier(method: str, batch:
     sizes, draft = drafter_sizes(method, LLAMA_8B), PlannedDraft(f"{method}:chain", 4, 4.0, 2.8, 1.0)
     assert sizes is not None
     assert (sizes.window is None) == (method == "draft_model")
-    expected = throughput_multiplier(
-        LLAMA_8B, sizes.reads, H100, contexts=[context] * batch, gamma=4, tokens=2.8, window=sizes.window
-    )
+    plain, verify = (pass_seconds(LLAMA_8B, H100, contexts=[context] * batch, width=width) for width in (1, 5))
+    seen = [min(context, sizes.window or context)] * batch
+    expected = 2.8 * plain / (4 * pass_seconds(sizes.reads, H100, contexts=seen, width=1) + verify)
     found = predict(draft, RooflineCosts(target=LLAMA_8B, machine=H100, host_s=0.0), batch=batch, context=context)
     assert found.speed_up == pytest.approx(expected, rel=1e-12)
 

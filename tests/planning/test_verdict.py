@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from foretoken.bench.measurement import Measurement
+from foretoken.bench.compare import Measurement
 from foretoken.core.records import GenerationMetrics, SequenceStep, StageSeconds, StepRecord
 from foretoken.planning.verdict import RunVerdict, is_declined, next_step, verdicts
 

@@ -20,7 +20,7 @@ _ROW = re.compile(r"^\| (?P<fault>[^|]+) \| [^|]+ \|[^|]*\| (?P<tests>[^|]+) \|$
 _TEST = re.compile(r"`(tests/[a-z_0-9/]+\.py)::(test_\w+)`")
 ROWS = [(row["fault"], _TEST.findall(row["tests"])) for row in _ROW.finditer((ROOT / "docs/faults.md").read_text())][1:]
 # Of files that others read, and of dates that people do.
-_DATES = {"server/answers.py", "files/user_cache.py", "bench/serving_results.py"}
+_DATES = {"server/answers.py", "files/user_cache.py", "bench/serving.py"}
 
 
 def test_every_row_is_read() -> None:

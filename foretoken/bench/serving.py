@@ -1,6 +1,8 @@
 """A load generator for servers with OpenAI's API: as many requests at once as allowed, or requests at random times.
 
-Also reads the server's counts of speculative decoding, from its /metrics page or its answers.
+Figures have the keys of vLLM's `bench serve --save-result`, so that its readers accept ours. They are over complete
+answers: TTFT is the time to the first text, TPOT the time a token after that, E2EL the time of a whole request, ITL the
+time between parts of a stream. Drafts are counted by the server: on its /metrics page, or in its answers.
 """
 
 from __future__ import annotations
@@ -9,15 +11,18 @@ import asyncio
 import json
 import re
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import dataclass, field
-from itertools import pairwise
+from datetime import datetime
+from functools import partial
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 import httpx
 import numpy as np
 
+from foretoken.bench.speed_report import NO_CATEGORY, RequestRun, acceptance_rates, speed_report
 from foretoken.bench.workload import no_progress
 from foretoken.core.errors import ConfigError, described
 
@@ -94,42 +99,28 @@ def page_counts(page: str) -> DraftCounts | None:
     found = [match for match in map(_LINE.match, page.splitlines()) if match and match["origin"] in _ORIGINS]
     if not found:
         return None
-    origin = found[0]["origin"]
-    totals: dict[str, float] = {}
-    by_position: dict[int, float] = {}
-    for match in found:
-        if match["origin"] != origin:
-            continue
-        value, position = float(match["value"]), _POSITION.search(match["labels"] or "")
-        if match["name"] == "accepted_tokens_per_pos":
-            if position:
-                by_position[int(position[1])] = by_position.get(int(position[1]), 0) + value
-        else:
-            totals[match["name"]] = totals.get(match["name"], 0) + value
+    totals, by_position = defaultdict[str, float](float), defaultdict[int, float](float)
+    for match in (each for each in found if each["origin"] == found[0]["origin"]):
+        position = _POSITION.search(match["labels"] or "")
+        if match["name"] != "accepted_tokens_per_pos":
+            totals[match["name"]] += float(match["value"])
+        elif position:
+            by_position[int(position[1])] += float(match["value"])
     return DraftCounts(**totals, by_position=by_position)
 
 
 def answered_counts(figures: Iterable[Mapping[str, Any] | None]) -> DraftCounts | None:
     """Returns the sum of the figures in answers, in vLLM's form; None if no answer has any."""
     told = [each for each in figures if each]
-    if not told:
-        return None
-
-    def total(name: str) -> float:
-        return sum(each.get(name) or 0 for each in told)
-
-    return DraftCounts(total("num_spec_steps"), total("num_draft_tokens"), total("num_accepted_draft_tokens"))
+    names = ("num_spec_steps", "num_draft_tokens", "num_accepted_draft_tokens")
+    return DraftCounts(*(sum(each.get(name) or 0 for each in told) for name in names)) if told else None
 
 
 def arrival_times(count: int, rate: float, *, burstiness: float = 1.0, seed: int = 0) -> list[float]:
     """Returns the seconds at which `count` requests are sent; the first at 0.
 
-    Times between two requests have a gamma distribution with mean 1 / rate: a Poisson process for `burstiness` 1,
-    burstier below 1, more even above.
-
-    Args:
-        rate: Requests a second, above 0; infinite to send all at once.
-        burstiness: Shape of the gamma distribution, above 0.
+    Times between two requests have a gamma distribution with mean 1 / rate, in seconds, and the shape `burstiness`: a
+    Poisson process for 1, burstier below 1, more even above. An infinite rate sends all at once.
     """
     gaps = np.random.default_rng(seed).gamma(shape=burstiness, scale=1.0 / (rate * burstiness), size=count)
     gaps[:1] = 0.0
@@ -183,14 +174,11 @@ class Answer:
     @property
     def itls(self) -> list[float]:
         """Seconds between parts, which may hold several tokens each."""
-        return [after - before for before, after in zip(self.times, self.times[1:], strict=False)]
+        return [after - before for before, after in pairwise(self.times)]
 
 
 async def ask(client: httpx.AsyncClient, path: str, body: Mapping[str, Any]) -> Answer:
-    """Sends a request to a path such as "/v1/completions" and reads its stream; sets `stream` in the body.
-
-    Failures are part of the answer and raise nothing.
-    """
+    """Sends a request to a path such as "/v1/completions" and reads its stream; failures are part of the answer."""
     answer = Answer(start=time.perf_counter())
     try:
         async with client.stream("POST", path, json=dict(body)) as response:
@@ -224,26 +212,22 @@ async def _read_stream(response: httpx.Response, answer: Answer) -> None:
             _fail(answer, "stream", data)
             return
         choices = part.get("choices") or []
-        if text := "".join(map(_text, choices)):
+        if text := "".join(map(_text_of, choices)):
             answer.times.append(time.perf_counter() - answer.start)
             answer.parts.append(text)
         is_over = is_over or any(choice.get("finish_reason") is not None for choice in choices)
-        _note_figures(part, answer)
+        usage = part.get("usage") or {}
+        answer.num_input = usage.get("prompt_tokens", answer.num_input)
+        answer.num_output = usage.get("completion_tokens", answer.num_output)
+        answer.drafting = (part.get("metrics") or {}).get("speculative_decoding") or answer.drafting
     if not is_over:
         _fail(answer, "stream", "the stream ended before the answer did")
 
 
-def _text(choice: Mapping[str, Any]) -> str:
+def _text_of(choice: Mapping[str, Any]) -> str:
     delta = choice.get("delta") or {}
     texts = (delta.get("reasoning_content") or delta.get("reasoning"), delta.get("content"), choice.get("text"))
     return "".join(text for text in texts if text)
-
-
-def _note_figures(part: Mapping[str, Any], answer: Answer) -> None:
-    usage = part.get("usage") or {}
-    answer.num_input = usage.get("prompt_tokens", answer.num_input)
-    answer.num_output = usage.get("completion_tokens", answer.num_output)
-    answer.drafting = (part.get("metrics") or {}).get("speculative_decoding") or answer.drafting
 
 
 def _fail(answer: Answer, status: str, text: str) -> None:
@@ -257,7 +241,7 @@ _SILENCE_SECONDS = 600.0  # then a request counts as failed; a choice: longer th
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """The requests to a server, and when they are sent.
+    """The requests to a server, and when they are sent; raises `ConfigError` for an invalid value.
 
     Attributes:
         base_url: URL of the server, with or without /v1.
@@ -268,9 +252,6 @@ class Load:
         request_rate: Requests a second (open loop); infinite to send all at once.
         seed: Seed of the first request and of the times; the i-th request gets seed + i.
         categories: Category of each prompt; empty if they have none.
-
-    Raises:
-        ConfigError: When a value is invalid.
     """
 
     base_url: str
@@ -319,7 +300,7 @@ class LoadRun:
         answers: One a request, in their order.
         duration: Seconds from the first request to the end of the last.
         drafting: The server's counts of drafts during the run, of all clients; None if it does not say.
-        acceptance: The acceptance rule that the model's card names; None if it does not say.
+        acceptance: The acceptance rule that the model's card names, if any.
     """
 
     model: str
@@ -335,10 +316,9 @@ async def run_load(load: Load, on_progress: Callable[[int, int], None] = no_prog
     Raises `ConfigError` when there is no server, it serves no models, or it refuses the key.
     """
     headers = {} if load.api_key is None else {"Authorization": f"Bearer {load.api_key}"}
-    limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
     timeout = httpx.Timeout(_SILENCE_SECONDS, connect=_CONNECT_SECONDS)
     url = load.base_url.rstrip("/").removesuffix("/v1")
-    async with httpx.AsyncClient(base_url=url, headers=headers, limits=limits, timeout=timeout) as client:
+    async with httpx.AsyncClient(base_url=url, headers=headers, limits=httpx.Limits(), timeout=timeout) as client:
         model, acceptance = await _served_model(client, load.model)
         before = await server_counts(client)
         begin = time.perf_counter()
@@ -346,13 +326,8 @@ async def run_load(load: Load, on_progress: Callable[[int, int], None] = no_prog
         duration = time.perf_counter() - begin
         after = await server_counts(client)
     counted = None if before is None or after is None else after.since(before)
-    return LoadRun(
-        model=model,
-        answers=answers,
-        duration=duration,
-        drafting=counted or answered_counts(answer.drafting for answer in answers),
-        acceptance=acceptance,
-    )
+    drafting = counted or answered_counts(answer.drafting for answer in answers)
+    return LoadRun(model=model, answers=answers, duration=duration, drafting=drafting, acceptance=acceptance)
 
 
 async def _send_all(
@@ -407,3 +382,119 @@ def _check_url(url: str) -> None:
         is_url = False
     if not is_url:
         raise ConfigError(f"the base URL is '{url}'. Expected one as http://127.0.0.1:8000.")
+
+
+_PERCENTILES = (50, 90, 99)
+LATENCIES = ("ttft", "tpot", "itl", "e2el")
+
+
+def load_results(load: Load, run: LoadRun) -> dict[str, Any]:
+    """Returns all figures, JSON-ready.
+
+    Besides vLLM's keys: `foretoken_schema`; `acceptance`, see `LoadRun`; `errors_by_status`, see `Answer`; `rejected`,
+    the requests answered with 429; and `output_len_source`, how tokens were counted: "usage", "chunks" (if the server
+    sends no usage), or "mixed". Prompt tokens are null if the server does not send them. `speed_bench` has the figures
+    of `speed_report`. Without `acceptance_histogram` in answers, its rates are those of the server's counters, over
+    passes with drafts, and lengths of requests and categories are null.
+    """
+    answers, whole = run.answers, [answer for answer in run.answers if answer.is_whole]
+    errors = Counter(answer.status for answer in answers if answer.status is not None)
+    num_output = sum(answer.output_len for answer in whole)
+    inputs = [answer.num_input for answer in whole if answer.num_input is not None]
+    num_input = sum(inputs) if len(inputs) == len(whole) else None
+    return {
+        "foretoken_schema": 1,
+        "date": datetime.now().astimezone().isoformat(timespec="seconds"),
+        "backend": "openai-chat" if load.endpoint == "chat" else "openai",
+        "model_id": run.model,
+        "acceptance": run.acceptance,
+        "num_prompts": len(answers),
+        "max_tokens": load.max_tokens,
+        "temperature": load.temperature,
+        "seed": load.seed,
+        "request_rate": load.request_rate if load.request_rate < float("inf") else "inf",
+        "burstiness": load.burstiness,
+        "max_concurrency": load.max_concurrency,
+        "duration": run.duration,
+        "completed": len(whole),
+        "failed": len(answers) - len(whole),
+        "rejected": errors["429"],
+        "errors_by_status": dict(errors),
+        "output_len_source": _source(whole),
+        "total_input_tokens": num_input,
+        "total_output_tokens": num_output,
+        "request_throughput": len(whole) / run.duration,
+        "request_goodput": None,
+        "output_throughput": num_output / run.duration,
+        "total_token_throughput": None if num_input is None else (num_input + num_output) / run.duration,
+        "max_output_tokens_per_s": _busiest_second(whole),
+        "max_concurrent_requests": _most_at_once(answers),
+        **_latencies(whole),
+        **({} if run.drafting is None else run.drafting.as_results()),
+        "speed_bench": _speed_bench(load, run),
+        "input_lens": [answer.num_input for answer in answers],
+        "output_lens": [answer.output_len for answer in answers],
+        "ttfts": [answer.ttft if answer.is_whole else 0.0 for answer in answers],
+        "itls": [answer.itls for answer in answers],
+        "latencies": [answer.latency for answer in answers],
+        "generated_texts": ["".join(answer.parts) for answer in answers],
+        "start_times": [answer.start for answer in answers],
+        "errors": [answer.error for answer in answers],
+    }
+
+
+def _speed_bench(load: Load, run: LoadRun) -> dict[str, Any]:
+    categories = load.categories or [NO_CATEGORY] * len(run.answers)
+    runs = [
+        RequestRun(category=category, num_tokens=answer.output_len, lengths=_lengths(answer), times=answer.times)
+        for answer, category in zip(run.answers, categories, strict=True)
+        if answer.is_whole
+    ]
+    report = speed_report(runs, run.duration, load.max_concurrency)
+    if run.drafting is not None and not any(each.lengths for each in runs):
+        report |= acceptance_rates(run.drafting.lengths)
+    return report
+
+
+def _lengths(answer: Answer) -> Counter[int]:
+    """Returns the passes of an answer by acceptance length; empty if the server does not send them."""
+    histogram = (answer.drafting or {}).get("acceptance_histogram") or []
+    return Counter({accepted + 1: count for accepted, count in enumerate(histogram) if count})
+
+
+def _latencies(whole: Sequence[Answer]) -> dict[str, float | None]:
+    samples = {
+        "ttft": [answer.ttft for answer in whole],
+        "tpot": [(a.latency - a.ttft) / (a.output_len - 1) for a in whole if a.output_len > 1],
+        "itl": [itl for answer in whole for itl in answer.itls],
+        "e2el": [answer.latency for answer in whole],
+    }
+    figures: dict[str, Callable[[Any], Any]] = {"mean": np.mean, "median": np.median, "std": np.std}
+    figures |= {f"p{percent}": partial(np.percentile, q=percent) for percent in _PERCENTILES}
+    made: dict[str, float | None] = {}
+    for name in LATENCIES:
+        values = np.array(samples[name]) * 1e3
+        for figure, compute in figures.items():
+            made[f"{figure}_{name}_ms"] = float(compute(values)) if len(values) else None
+    return made
+
+
+def _source(whole: Sequence[Answer]) -> str | None:
+    kinds = {"chunks" if answer.num_output is None else "usage" for answer in whole}
+    return "mixed" if len(kinds) > 1 else next(iter(kinds), None)
+
+
+def _busiest_second(whole: Sequence[Answer]) -> float:
+    """Returns the most tokens of any second; the tokens of an answer are spread evenly over its parts."""
+    tokens = defaultdict[int, float](float)
+    begin = min((answer.start for answer in whole), default=0.0)
+    for answer in whole:
+        for came in answer.times:
+            tokens[int(answer.start + came - begin)] += answer.output_len / len(answer.times)
+    return max(tokens.values(), default=0.0)
+
+
+def _most_at_once(answers: Sequence[Answer]) -> int:
+    changes = [(answer.start, 1) for answer in answers]
+    changes += [(answer.start + answer.latency, -1) for answer in answers]
+    return max(accumulate(change for _, change in sorted(changes)), default=0)

@@ -1,0 +1,496 @@
+"""Pads models of the Llama family and draft heads: another size, the same function; see `cost_twin`.
+
+Attention heads keep their size; their number grows, for queries and keys alike. Further layers come last. They are
+copies of the model's last layer and add nothing: their output is multiplied by zero, or by numbers so small that
+rounding loses them. Heads have a table of rules and a change of sizes for each method.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import shutil
+from dataclasses import dataclass, replace
+from itertools import islice
+from math import prod
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+import torch
+
+from foretoken.core.errors import ConfigError, ModelError
+from foretoken.files.bounded_reads import read_json_object
+from foretoken.formats.checkpoint import HeadCheckpoint, TargetFingerprint, lm_head_hash
+from foretoken.formats.files import Weights, open_files, write_config, write_weights
+from foretoken.heads.falcon import NUM_LAYERS
+from foretoken.heads.spire import SpireConfig
+from foretoken.models.architectures import PLAIN_ARCHITECTURES
+from foretoken.models.config_checks import TWIN_KEY, TwinRecord, check_model_files, read_twin_record
+from foretoken.models.loading import check_architecture, load_config
+from foretoken.models.weight_files import check_shapes, read_headers
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+    from pathlib import Path
+
+    from torch import Tensor
+
+    from foretoken.heads.decoder_layer import LayerConfig
+
+Fill = Literal["zeros", "random"]
+_DEVIATION = 0.02  # of random weights, as transformers initialises models
+_FAINT = 2.0**-100  # of weights in place of zeros: what they add is lost in rounding; 0 in float16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rule:
+    """How one tensor grows.
+
+    Attributes:
+        axes: Axes that grow, counted from the last: -1 for columns, -2 for rows.
+        is_written: Whether its output is added to the residual stream or enters a norm: all new numbers are then zero,
+            with any filling.
+        is_scaled_down: Whether its numbers are divided by the root of the factor: for weights of norms over growing
+            axes, and weights that undo the former scale of such a norm.
+        parts: Number of vectors of the hidden size side by side in the last axis; each of them grows.
+        row_parts: The same in the axis before, such as the gates of an LSTM.
+    """
+
+    axes: tuple[int, ...] = ()
+    is_written: bool = False
+    is_scaled_down: bool = False
+    parts: int = 1
+    row_parts: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Padding:
+    """Pads by one factor.
+
+    Attributes:
+        factor: A power of four.
+        fill: Added weights: "zeros", or "random" if their output is later multiplied by zero, and faint numbers in
+            place of zero matrices.
+        generator: For the random weights; padded tensors lie on its device.
+    """
+
+    factor: int
+    fill: Fill
+    generator: torch.Generator
+
+    @property
+    def root(self) -> int:
+        """The square root of the factor, a power of two."""
+        return math.isqrt(self.factor)
+
+    def __call__(self, tensor: Tensor, rule: Rule) -> Tensor:
+        """Returns the padded tensor, newly allocated; tensor: of any shape, on any device."""
+        live = tensor / self.root if rule.is_scaled_down else tensor
+        if not rule.axes:
+            return live.to(self.generator.device, copy=True)
+        *rest, columns = live.shape
+        if rest:
+            rest = [*rest[:-1], rule.row_parts, rest[-1] // rule.row_parts]
+        live = live.reshape(*rest, rule.parts, columns // rule.parts)
+        axes = {2 * axis + 1 for axis in rule.axes}  # `parts` comes before each of the last two axes
+        shape = [size * self.factor if axis - live.dim() in axes else size for axis, size in enumerate(live.shape)]
+        padded = torch.zeros(shape, dtype=tensor.dtype, device=self.generator.device)
+        if self.fill == "random" and not rule.is_written and tensor.is_floating_point():
+            padded.normal_(std=_DEVIATION, generator=self.generator)
+        padded[tuple(slice(size) for size in live.shape)] = live
+        padded = padded.flatten(-2)
+        return padded.flatten(-3, -2) if tensor.dim() > 1 else padded
+
+
+def growth(small: int, large: int) -> int | None:
+    """Returns the factor between two sizes; None unless it is a power of four."""
+    factor, rest = divmod(large, small)
+    is_power = factor > 0 and factor & (factor - 1) == 0 and factor.bit_length() % 2 == 1
+    return factor if is_power and not rest else None
+
+
+def exactly(tensor: Tensor, dtype: torch.dtype | None, what: str) -> Tensor:
+    """Returns the same numbers in another floating-point dtype; None keeps theirs. Integers stay as they are.
+
+    Raises `ConfigError`, which names `what`, when rounding would change the numbers.
+    """
+    if dtype is None or not tensor.is_floating_point():
+        return tensor
+    converted = tensor.to(dtype)
+    if not torch.equal(converted.to(tensor.dtype), tensor):
+        raise ConfigError(
+            f"{str(dtype).removeprefix('torch.')} cannot hold the weights of {what} exactly, which are "
+            f"{str(tensor.dtype).removeprefix('torch.')}. Pass a wider dtype, or omit it to keep theirs."
+        )
+    return converted
+
+
+_SAME = Rule()
+_READS, _WRITES = Rule(axes=(-2, -1)), Rule(axes=(-2, -1), is_written=True)
+_READS_LAST, _WRITES_LAST = Rule(axes=(-1,)), Rule(axes=(-1,), is_written=True)  # biases, and tables of rows
+_NORM = Rule(axes=(-1,), is_scaled_down=True)
+_BLOCK = re.compile(r"model\.layers\.(\d+)\.(.+)")
+_QUERY_OR_KEY = re.compile(r"(model\.layers\.\d+\.self_attn\.[qk])_proj\.(weight|bias)")
+_IN_BLOCK = {
+    **{f"{part}.weight": _READS for part in ("self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")},
+    **{f"{part}.bias": _READS_LAST for part in ("self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")},
+    **{f"{part}.weight": _WRITES for part in ("self_attn.o_proj", "mlp.down_proj")},
+    **{f"{part}.bias": _WRITES_LAST for part in ("self_attn.o_proj", "mlp.down_proj")},
+    "input_layernorm.weight": _NORM,
+    "post_attention_layernorm.weight": _NORM,
+    # Norms over single heads keep their size but have the epsilon of the others, because their input shrinks.
+    "self_attn.q_norm.weight": _SAME,
+    "self_attn.k_norm.weight": _SAME,
+}
+_OUTSIDE = {"model.embed_tokens.weight": _WRITES_LAST, "model.norm.weight": _NORM, "lm_head.weight": _READS_LAST}
+
+
+class SmallModel(NamedTuple):
+    """A model before it is padded: directory, contents of `config.json`, and tensors that are not read yet."""
+
+    path: Path
+    config: Mapping[str, Any]
+    weights: Weights
+
+    @property
+    def name(self) -> str:
+        """The name of the directory."""
+        return self.path.resolve().name
+
+    @property
+    def num_layers(self) -> int:
+        """L."""
+        return int(self.config["num_hidden_layers"])
+
+    @property
+    def hidden_size(self) -> int:
+        """E."""
+        return int(self.config["hidden_size"])
+
+    def rule(self, key: str) -> Rule:
+        """Returns how a tensor grows; raises `ModelError` for an unknown tensor."""
+        match = _BLOCK.fullmatch(key)
+        known, part = (_OUTSIDE, key) if match is None else (_IN_BLOCK, match[2])
+        if part in known:
+            return known[part]
+        query_or_key = _QUERY_OR_KEY.fullmatch(key)
+        if query_or_key is None:
+            raise ModelError(f"'{self.path}' has a tensor '{key}' that cannot be padded. Expected those of a Llama.")
+        has_norm = f"{query_or_key[1]}_norm.weight" in self.weights.shapes
+        axes = (-2, -1) if query_or_key[2] == "weight" else (-1,)
+        return Rule(axes=axes, is_scaled_down=has_norm)
+
+
+def open_model(path: Path) -> SmallModel:
+    """Opens a model to pad.
+
+    Raises `ModelError` when there is no model, or it is damaged, a cost twin, quantized, or of another architecture.
+    """
+    name = str(path)
+    check_model_files(name, may_be_hub_id=False)
+    config = read_json_object(path / "config.json")
+    record = read_twin_record(config, name)
+    if record is not None:
+        raise ModelError(f"'{path}' is a {record} already. Expected a trained model. Make the twin of '{record.of}'.")
+    if config.get("model_type") not in PLAIN_ARCHITECTURES or config.get("quantization_config") is not None:
+        quantized = "quantized " if config.get("quantization_config") is not None else ""
+        raise ModelError(
+            f"'{path}' is a {quantized}'{config.get('model_type')}', which cannot be padded. Expected weights that are "
+            f"not quantized, of one of {', '.join(PLAIN_ARCHITECTURES)}."
+        )
+    known = load_config(name)
+    check_architecture(known, name)
+    check_shapes(name, known, read_headers(path))
+    model = SmallModel(path, config, open_files(path).weights)
+    for key in model.weights.shapes:
+        model.rule(key)
+    return model
+
+
+_SIZES = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
+_WEIGHTS = "model.safetensors"
+_SHARD_SIZE = 1 << 30  # numbers in a file, 2 GiB in bfloat16; a choice: bounds the memory of writing
+_TEXTS = {".json", ".txt", ".model", ".jinja"}  # tokenizer, generation configuration
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PaddedModel:
+    """A model of another size, before its tensors are made.
+
+    Attributes:
+        small: The model that is padded.
+        factor: Growth of its sizes, a power of four.
+        num_layers: Layers, at least those of `small`.
+        dtype: Dtype of the weights; None keeps theirs.
+    """
+
+    small: SmallModel
+    factor: int
+    num_layers: int
+    dtype: torch.dtype | None
+
+    @property
+    def record(self) -> TwinRecord:
+        """What the model's configuration, and heads, say of the padding."""
+        return TwinRecord(of=self.small.name, layers=self.num_layers, hidden_size=self.small.hidden_size * self.factor)
+
+    @property
+    def origins(self) -> dict[str, str]:
+        """Every tensor, with its original."""
+        last = self.small.num_layers - 1
+        found = {key: key for key in self.small.weights.shapes}
+        parts = [match for match in map(_BLOCK.fullmatch, found) if match is not None and int(match[1]) == last]
+        for layer in range(last + 1, self.num_layers):
+            found |= {f"model.layers.{layer}.{match[2]}": match[0] for match in parts}
+        return found
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the weights."""
+        shapes = self.small.weights.shapes
+        stored = sum(file.stat().st_size for file in self.small.path.glob("*.safetensors"))
+        itemsize = self.dtype.itemsize if self.dtype else round(stored / sum(map(prod, shapes.values())))
+        return sum(map(self._num_elements, self.origins.values())) * itemsize
+
+    def tensors(self, padding: Padding) -> Iterator[tuple[str, Tensor]]:
+        """Yields every tensor with its name, on the device of `padding`."""
+        weights, path = self.small.weights, self.small.path
+        for key, origin in self.origins.items():
+            rule = self.small.rule(origin)
+            padded = padding(exactly(weights.fetch([origin])[origin], self.dtype, f"'{path}'"), rule)
+            if rule.is_written and key != origin:
+                # Matrices all differ: engines that store equal constants once would read less than for a real model.
+                is_faint = padding.fill == "random" and padded.is_floating_point()
+                padded = padded.normal_(0, _FAINT, generator=padding.generator) if is_faint else padded.zero_()
+            yield key, padded
+
+    def write(self, new: Path, padding: Padding, on_tensor: Callable[[], None]) -> None:
+        """Writes weights, configuration and tokenizer into an empty directory; calls `on_tensor` after each tensor.
+
+        Raises:
+            ConfigError: When the dtype cannot hold the model's numbers.
+            OSError: When a file cannot be written.
+        """
+        shards, tensors = self._shards(), self.tensors(padding)
+        files: dict[str, str] = {}
+        for number, keys in enumerate(shards, start=1):
+            name = _WEIGHTS if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
+            shard = {}
+            for key, tensor in islice(tensors, len(keys)):
+                shard[key], files[key] = tensor.cpu(), name
+                on_tensor()
+            write_weights(new / name, shard)
+        if len(shards) > 1:
+            index = {"metadata": {}, "weight_map": files}
+            (new / f"{_WEIGHTS}.index.json").write_text(json.dumps(index, indent=1) + "\n", encoding="utf-8")
+        self.write_all_but_weights(new)
+
+    def write_all_but_weights(self, new: Path) -> None:
+        """Writes the configuration, and copies the tokenizer and the small model's other texts; see `write`."""
+        for path in sorted(self.small.path.iterdir()):
+            if path.suffix in _TEXTS and path.name != "config.json" and not path.name.endswith(".index.json"):
+                shutil.copyfile(path, new / path.name)
+        write_config(new, self._config())
+
+    def _num_elements(self, origin: str) -> int:
+        return prod(self.small.weights.shapes[origin]) * int(self.factor ** len(self.small.rule(origin).axes))
+
+    def _shards(self) -> list[list[str]]:
+        shards: list[list[str]] = [[]]
+        size = 0
+        for key, origin in self.origins.items():
+            more = self._num_elements(origin)
+            if size and size + more > _SHARD_SIZE:
+                shards.append([])
+                size = 0
+            shards[-1].append(key)
+            size += more
+        return shards
+
+    def _config(self) -> dict[str, Any]:
+        old = self.small.config
+        config = dict(old)
+        config |= {key: old[key] * self.factor for key in _SIZES if old.get(key) is not None}
+        config |= {
+            "head_dim": old.get("head_dim") or self.small.hidden_size // old["num_attention_heads"],
+            "num_hidden_layers": self.num_layers,
+            "rms_norm_eps": old.get("rms_norm_eps", 1e-6) / self.factor,
+            TWIN_KEY: self.record.model_dump(mode="json"),
+        }
+        if old.get("layer_types"):
+            added = self.num_layers - self.small.num_layers
+            config["layer_types"] = [*old["layer_types"], *old["layer_types"][-1:] * added]
+        if self.dtype is not None:
+            name = str(self.dtype).removeprefix("torch.")
+            config |= {key: name for key in ("dtype", "torch_dtype") if key in old}
+        return config
+
+
+def fingerprint(path: Path, name: str) -> TargetFingerprint:
+    """Returns the fingerprint of a written padded model; name: the target's name in heads."""
+    config, weights = read_json_object(path / "config.json"), open_files(path).weights
+    key = next(key for key in ("lm_head.weight", "model.embed_tokens.weight") if key in weights.shapes)
+    lm_head = weights.fetch([key])[key]
+    return TargetFingerprint(
+        name=name,
+        architecture=(config.get("architectures") or [None])[0],
+        hidden_size=lm_head.shape[1],
+        vocab_size=lm_head.shape[0],
+        num_layers=config["num_hidden_layers"],
+        weights=lm_head_hash(lm_head),
+    )
+
+
+Rules = dict[str, Rule]
+
+
+def padded_head(
+    checkpoint: HeadCheckpoint, padding: Padding, record: TwinRecord, target: TargetFingerprint
+) -> HeadCheckpoint:
+    """Returns a head for the twin of its target, with the same drafts."""
+    config: Any = checkpoint.config
+    rules_of, sizes_of = _METHODS[config.method]
+    rules = rules_of(config)
+    weights = {}
+    for key, tensor in checkpoint.weights.items():
+        rule = rules[key] if key in rules else rules[re.sub(r"\.\d+\.", ".", key)]  # one rule for all numbers
+        weights[key] = padding(tensor, rule).cpu()
+    sizes = {"hidden_size": config.hidden_size * padding.factor, **sizes_of(config, padding.factor)}
+    if isinstance(config, SpireConfig):
+        sizes["target_layers"] = record.layers
+    return replace(
+        checkpoint,
+        config=type(config).model_validate(config.model_dump() | sizes),
+        weights=weights,
+        target=target,
+        notes={**checkpoint.notes, TWIN_KEY: record.model_dump(mode="json")},
+    )
+
+
+def _medusa(_: Any) -> Rules:
+    return {"weight": _WRITES, "bias": _WRITES_LAST, "lm_head": _READS_LAST, "token_map": _SAME}
+
+
+def _hydra(config: Any) -> Rules:
+    """As `_medusa`, but first blocks read several vectors side by side, and a decoder block may come before them."""
+    rules: Rules = {
+        "weight": _WRITES,
+        "bias": _WRITES_LAST,
+        "lm_heads.weight": _READS_LAST,
+        "lm_heads.bias": _SAME,
+        **{f"first.{part}.bias": _WRITES_LAST for part in ("linear", "residual")},
+        **_decoder_block("prefix"),
+        "prefix.norm": _NORM,
+    }
+    for head in range(config.num_heads):
+        block = Rule(axes=(-2, -1), is_written=True, parts=head + 2)
+        rules |= {f"first.{head}.{part}.weight": block for part in ("linear", "residual")}
+    return rules
+
+
+def _decoder_block(name: str, read_parts: int = 1) -> Rules:
+    """Rules of a decoder block; read_parts: vectors side by side that its attention reads."""
+    attention = ("q_proj", "k_proj", "v_proj")
+    return {
+        **{f"{name}.{part}.weight": Rule(axes=(-2, -1), parts=read_parts) for part in attention},
+        **{f"{name}.{part}.bias": _READS_LAST for part in attention},
+        **{f"{name}.{part}.weight": _READS for part in ("gate_proj", "up_proj")},
+        **{f"{name}.{part}.weight": _WRITES for part in ("o_proj", "down_proj")},
+        **{f"{name}.{part}": _NORM for part in ("input_norm", "side_norm", "post_attention_norm")},
+    }
+
+
+def _decoder_block_sizes(config: LayerConfig, factor: int) -> dict[str, Any]:
+    """Sizes of a decoder block (attention heads keep their size), and the epsilon of all its norms."""
+    sizes = config.model_dump()
+    counts = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
+    return {
+        **sizes,
+        **{key: sizes[key] * factor for key in counts},
+        "rms_norm_eps": sizes["rms_norm_eps"] / factor,
+    }
+
+
+def _eagle(_: Any) -> Rules:
+    """A layer that fuses embedding and feature, and a decoder block; the target's LM head reads its output."""
+    fused = {"fc.weight": Rule(axes=(-2, -1), is_written=True, parts=2), "fc.bias": _WRITES_LAST}
+    return {**fused, **_decoder_block("layer")}
+
+
+def _eagle_sizes(config: Any, factor: int) -> dict[str, Any]:
+    return {"layer": _decoder_block_sizes(config.layer, factor)}
+
+
+def _eagle3(config: Any) -> Rules:
+    """A layer that fuses the taps, a decoder block that reads the embedding beside the state, and an LM head.
+
+    The twin's residual stream has the same numbers at every boundary, followed by zeros; its further blocks come last.
+    So features are the target's, followed by zeros, at the same boundaries.
+    """
+    taps = len(config.boundaries)
+    return {
+        "fc.weight": Rule(axes=(-2, -1), is_written=True, parts=taps),
+        "feature_norm": Rule(axes=(-1,), is_scaled_down=True, parts=taps),
+        **dict.fromkeys(("feature_norms", "state_norm", "norm"), _NORM),
+        **_decoder_block("layer", read_parts=2),
+        "lm_head.weight": _READS_LAST,
+        "embedding": _WRITES_LAST,
+        "token_map": _SAME,
+    }
+
+
+def _eagle3_sizes(config: Any, factor: int) -> dict[str, Any]:
+    width = config.draft_hidden_size
+    return {**_eagle_sizes(config, factor), "draft_hidden_size": None if width is None else width * factor}
+
+
+def _falcon(_: Any) -> Rules:
+    """LSTM layers (new cells stay zero) and a decoder block; the target's LM head reads its output."""
+    gates: Rules = {}
+    for layer in range(NUM_LAYERS):
+        for source, parts in (("ih", 1 if layer else 2), ("hh", 1)):
+            gates[f"lstm.weights.weight_{source}_l{layer}"] = Rule(
+                axes=(-2, -1), is_written=True, parts=parts, row_parts=4
+            )
+            gates[f"lstm.weights.bias_{source}_l{layer}"] = Rule(axes=(-1,), is_written=True, parts=4)
+    return {**gates, **_decoder_block("layer")}
+
+
+def _spire(_: Any) -> Rules:
+    """Decoder blocks, and with feedback a norm and projections of memories; features as in `_eagle3`.
+
+    The number of blocks stays, as `foretoken train spire` has two of any target. Kept blocks keep their numbers.
+    """
+    memory = {**_decoder_block("memory"), "memory.norm": _NORM, "memory.mix": _SAME}
+    return {**_decoder_block("layers"), **memory}
+
+
+def _mlp_speculator(config: Any) -> Rules:
+    """A recurrence over sums that a norm reads.
+
+    The scale of a token's embedding grows with the root of the inner width, so the embeddings shrink. A scaled feature
+    grows by that root, so its projection shrinks.
+    """
+    rules = {
+        "embeddings.weight": Rule(axes=(-1,), is_written=True, is_scaled_down=True),
+        "projections.weight": _WRITES,
+        "lm_heads.weight": _READS_LAST,
+        "norms.weight": _NORM,
+        "norms.bias": _WRITES_LAST,
+    }
+    first = Rule(axes=(-2, -1), is_written=True, is_scaled_down=config.scale_input)
+    return rules | {"projections.0.weight": first}
+
+
+_METHODS: dict[str, tuple[Callable[[Any], Rules], Callable[[Any, int], dict[str, Any]]]] = {
+    "eagle": (_eagle, _eagle_sizes),
+    "eagle3": (_eagle3, _eagle3_sizes),
+    "falcon": (_falcon, _eagle_sizes),
+    "medusa": (_medusa, lambda *_: {}),  # no size but the hidden size
+    "spire": (_spire, _eagle_sizes),
+    "hydra": (_hydra, lambda c, factor: {"prefix": _decoder_block_sizes(c.prefix, factor)} if c.prefix else {}),
+    "mlp_speculator": (
+        _mlp_speculator,
+        lambda c, factor: {"inner_dim": c.inner_dim * factor, "rms_norm_eps": c.rms_norm_eps / factor},
+    ),
+}
