@@ -318,18 +318,21 @@ class TargetInfo:
     @property
     def vocab_size(self) -> int | None:
         """Width of the target's logits, or None."""
-        if self.fingerprint is not None:
-            return self.fingerprint.vocab_size
-        size = getattr(self.config, "vocab_size", None)
-        return None if size is None else int(size)
+        return self._known("vocab_size", "vocab_size")
 
     @property
     def num_layers(self) -> int | None:
         """Number of the target's blocks, or None."""
-        if self.fingerprint is not None and self.fingerprint.num_layers is not None:
-            return self.fingerprint.num_layers
-        number = getattr(self.config, "num_hidden_layers", None)
+        return self._known("num_layers", "num_hidden_layers")
+
+    def _known(self, ours: str, theirs: str) -> int | None:
+        found = getattr(self.fingerprint, ours, None)
+        number = getattr(self.config, theirs, None) if found is None else found
         return None if number is None else int(number)
+
+    def copy_of_embedding(self, key: str, dtype: torch.dtype) -> dict[str, Tensor]:
+        """Returns the target's embedding, (V, E), under the name `key`; nothing without the target's weights."""
+        return {} if self.weights is None else {key: self.weights.embedding.to("cpu", dtype, copy=True)}
 
     def copy_of_lm_head(self, what: str, *, with_bias: bool) -> tuple[Tensor, Tensor | None]:
         """Returns the target's LM head and bias, for the format `what` that has an LM head in each head.

@@ -21,30 +21,22 @@ import torch
 
 from foretoken.core.checks import shown
 from foretoken.core.errors import ModelError, listed
+from foretoken.formats import conversion
 from foretoken.formats.conversion import (
     ATTENTION_BIASES,
     EAGLE_CODE,
+    FALCON_CODE,
     SGLANG,
     VLLM_EAGLE,
     Format,
     Place,
     Reader,
     WriteOptions,
-    dtype_name,
-    finished,
-    is_targets,
-    layer_table,
-    make_config,
-    own_entries,
-    own_entry,
-    read_tensors,
-    scatter,
-    target_name,
-    warn_of_embedding,
 )
 from foretoken.formats.files import HeadFiles, Weights, save
 from foretoken.heads.decoder_layer import LayerConfig
 from foretoken.heads.eagle import EagleConfig
+from foretoken.heads.falcon import NUM_LAYERS, FalconConfig
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -53,9 +45,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from foretoken.formats.checkpoint import HeadCheckpoint, TargetInfo
-    from foretoken.heads.eagle3 import Eagle3Config
 
-EMBEDDING, LM_HEAD = "embed_tokens.weight", "lm_head.weight"
+EMBEDDING, LM_HEAD, LAYER = "embed_tokens.weight", "lm_head.weight", "layers.0"
 OFFSETS, IS_DRAFTED = "d2t", "t2d"
 OTHER_NORMS = (
     "embed_layernorm", "hidden_layernorm", "lm_head_layernorm", "embedding_layernorm", "pre_lm_head_layernorm",
@@ -70,30 +61,17 @@ def without_prefix(files: HeadFiles) -> Weights:
     return files.weights.renamed(lambda key: key.removeprefix("model."))
 
 
-def eagle_table(config: EagleConfig, *, fc: str = "fc", layer: str = "layers.0") -> dict[str, Place]:
+def weights_file(options: WriteOptions) -> str:
+    """Returns the name of the file of weights."""
+    return "model.safetensors" if options.as_safetensors else "pytorch_model.bin"
+
+
+def eagle_table(config: EagleConfig, *, fc: str = "fc", layer: str = LAYER) -> dict[str, Place]:
     """Returns the place of every tensor of an EAGLE head, by the file's key."""
-    places = layer_table(layer, "layer", has_bias=config.layer.attention_bias)
+    places = conversion.layer_table(layer, "layer", has_bias=config.layer.attention_bias)
     places[f"{fc}.weight"] = Place("fc.weight")
     if config.has_bias:
         places[f"{fc}.bias"] = Place("fc.bias")
-    return places
-
-
-def eagle3_table(config: Eagle3Config, *, layer: str) -> dict[str, Place]:
-    """Returns the place of every tensor of an EAGLE-3 head, without the map of drafted tokens, by the file's key."""
-    places = layer_table(layer, "layer", has_bias=config.layer.attention_bias)
-    places["fc.weight"] = Place("fc.weight")
-    places["norm.weight"] = Place("norm")
-    places[LM_HEAD] = Place("lm_head.weight")
-    places[f"{layer}.input_layernorm.weight"] = Place("layer.side_norm")
-    hidden_norm = "state_norm" if config.norm_before_residual else "layer.input_norm"
-    places[f"{layer}.hidden_norm.weight"] = Place(hidden_norm)
-    if config.own_embedding:
-        places[EMBEDDING] = Place("embedding")
-    if config.norm_before_fc:
-        places["input_norm.weight"] = Place("feature_norm")
-    if config.fc_norms:
-        places |= {f"fc_norm.{i}.weight": Place("feature_norms", (i,)) for i in range(len(config.boundaries))}
     return places
 
 
@@ -111,7 +89,7 @@ def layer_config(weights: Weights, layer: str, stated: Mapping[str, Any], *, wid
         )
     sizes = [size for size in (stated.get("head_dim"), width // heads) if isinstance(size, int)]
     rows = rows_of(shapes, f"{layer}.self_attn.q_proj.weight")
-    return make_config(
+    return conversion.make_config(
         LayerConfig,
         name,
         num_attention_heads=heads,
@@ -183,9 +161,10 @@ def vocabulary(weights: Weights, stated: Mapping[str, Any], target: TargetInfo, 
     return size
 
 
-def width_of(weights: Weights, stated: Mapping[str, Any], fc: str) -> int:
-    """Returns W from the configuration or the rows of the weight `fc`; raises `ModelError` without either."""
-    width = stated.get("hidden_size") or rows_of(weights.shapes, fc)
+def width_of(weights: Weights, stated: Mapping[str, Any], key: str, *, parts: int = 1) -> int:
+    """Returns W from the configuration, or from the rows of a weight that stacks several; raises `ModelError`."""
+    rows = rows_of(weights.shapes, key)
+    width = stated.get("hidden_size") or (None if rows is None else rows // parts)
     if not isinstance(width, int) or isinstance(width, bool) or width < 1:
         raise ModelError(f"hidden_size of '{weights.name}' is {shown(width)}. Expected a size, as of a Llama.")
     return width
@@ -280,50 +259,49 @@ def _rotation(name: str, stated: Mapping[str, Any]) -> dict[str, Any]:
     return rotation
 
 
-_LAYER = re.compile(r"(?:model\.)?layers\.0\..*")
+_LAYER_KEY = re.compile(r"(?:model\.)?layers\.0\..*")
 
 
 def _recognises(files: HeadFiles) -> bool:
     """Decides whether a layer stands beside `fc`; EAGLE-3 heads match too, and are recognised earlier."""
     shapes = files.weights.shapes
     has_fc = "fc.weight" in shapes or "model.fc.weight" in shapes
-    return files.config.get("model_type") == "eagle" or (has_fc and bool(files.weights.matches(_LAYER)))
+    return files.config.get("model_type") == "eagle" or (has_fc and bool(files.weights.matches(_LAYER_KEY)))
 
 
 def _read_head(files: HeadFiles, target: TargetInfo) -> HeadCheckpoint:
     weights, config, name = without_prefix(files), files.config, str(files.path)
     wrapped = config.get("model")
     sizes, tensors = read_eagle(
-        weights, wrapped if isinstance(wrapped, dict) else config, target, fc="fc", layer="layers.0",
-        num_steps=own_entry(config, "num_steps"), has_bias=own_entry(config, "has_bias"),
+        weights, wrapped if isinstance(wrapped, dict) else config, target, fc="fc", layer=LAYER,
+        num_steps=conversion.own_entry(config, "num_steps"), has_bias=conversion.own_entry(config, "has_bias"),
     )  # fmt: skip
     if config.get("eagle_fc_bias", sizes.has_bias) is not sizes.has_bias:
         logging.getLogger(__name__).warning(
             "%s: config.json says eagle_fc_bias %s, the tensors say %s", name, config["eagle_fc_bias"], sizes.has_bias
         )
-    if own_entry(config, "num_steps") is None:
+    if conversion.own_entry(config, "num_steps") is None:
         warn_of_base(name, sizes.layer)
-    return finished(files, sizes, tensors, target)
+    return conversion.finished(files, sizes, tensors, target)
 
 
 def _write_head(checkpoint: HeadCheckpoint, directory: Path, options: WriteOptions) -> None:
     sizes = cast("EagleConfig", checkpoint.config)
-    tensors = scatter(checkpoint.weights, eagle_table(sizes))
+    tensors = conversion.scatter(checkpoint.weights, eagle_table(sizes))
     dtype = tensors["fc.weight"].dtype
     if not sizes.has_bias:  # SGLang's layer always has one; others pass over it
         tensors["fc.bias"] = torch.zeros(sizes.width, dtype=dtype)
-    if options.target.weights is not None:
-        tensors[EMBEDDING] = options.target.weights.embedding.to("cpu", dtype, copy=True)
+    tensors |= options.target.copy_of_embedding(EMBEDDING, dtype)
     config = {
         "architectures": ["LlamaForCausalLM"],
         **stated_layer(sizes.layer, width=sizes.width, vocab_size=sizes.vocab_size, target=options.target),
         "bias": sizes.has_bias,
         "qkv_bias": sizes.layer.attention_bias,
-        "torch_dtype": dtype_name(dtype),
-        **target_name(checkpoint),
-        **own_entries(checkpoint, num_steps=sizes.num_steps),
+        "torch_dtype": conversion.dtype_name(dtype),
+        **conversion.target_name(checkpoint),
+        **conversion.own_entries(checkpoint, num_steps=sizes.num_steps),
     }
-    save(directory, "model.safetensors" if options.as_safetensors else "pytorch_model.bin", tensors, config)
+    save(directory, weights_file(options), tensors, config)
 
 
 def _readers(checkpoint: HeadCheckpoint, options: WriteOptions) -> list[Reader]:
@@ -366,7 +344,7 @@ def read_eagle(
     bias = f"{fc}.bias"
     is_written_zero = has_bias is False and bias in shapes and not bool(weights.fetch([bias])[bias].any())
     width = width_of(weights, stated, f"{fc}.weight")
-    sizes = make_config(
+    sizes = conversion.make_config(
         EagleConfig,
         name,
         hidden_size=width,
@@ -377,7 +355,9 @@ def read_eagle(
     )
     shared = {key: (sizes.vocab_size, width) for key in (EMBEDDING, LM_HEAD) if key in shapes}
     ignored = [bias] if is_written_zero else []
-    tensors = read_tensors(weights, eagle_table(sizes, fc=fc, layer=layer), sizes, ignored=ignored, extra=shared)
+    tensors = conversion.read_tensors(
+        weights, eagle_table(sizes, fc=fc, layer=layer), sizes, ignored=ignored, extra=shared
+    )
     _compare_shared(weights, [*shared], target)
     return sizes, tensors
 
@@ -398,16 +378,88 @@ def _check_variant(name: str, weights: Weights, stated: Mapping[str, Any]) -> No
 
 def _compare_shared(weights: Weights, keys: list[str], target: TargetInfo) -> None:
     if EMBEDDING in keys:
-        warn_of_embedding(weights, EMBEDDING, target)
+        conversion.warn_of_embedding(weights, EMBEDDING, target)
     if LM_HEAD not in keys:
         return
     if target.weights is None:
         logging.getLogger(__name__).warning("%s: %s is taken for the target's", weights.name, LM_HEAD)
-    elif not is_targets(weights.fetch([LM_HEAD])[LM_HEAD], target.weights.lm_head):
+    elif not conversion.is_targets(weights.fetch([LM_HEAD])[LM_HEAD], target.weights.lm_head):
         raise ModelError(
             f"'{weights.name}' has an LM head of its own, and heads of EAGLE-1 and -2 are read by the target's. "
             "Expected a copy of it. Pass the target that it was made for."
         )
 
 
-FORMATS = (Format("eagle", _recognises, _read_head, ("eagle",), _write_head, _readers),)
+_LSTM = "lstm.weight_ih_l0"
+_BLOCKS = 4  # blocks of a draft in the published runs
+_OWN_KEYS = ("num_steps", "lstm_mode", "dropout")  # entries that other programs do not write
+
+
+def _recognises_falcon(files: HeadFiles) -> bool:
+    shapes = files.weights.shapes
+    return any(
+        prefix + _LSTM in shapes and f"{prefix}{LAYER}.mlp.up_proj.weight" in shapes for prefix in ("", "model.")
+    )
+
+
+def _read_falcon(files: HeadFiles, target: TargetInfo) -> HeadCheckpoint:
+    """Reads a head; the LSTM runs position by position unless the file states otherwise."""
+    weights, config, name = without_prefix(files), files.config, str(files.path)
+    block = config.get("k_mask")
+    if not isinstance(block, int) or isinstance(block, bool):
+        raise ModelError(
+            f"the config.json of '{name}' has k_mask {shown(block)}. Expected the tokens of a block, as 2."
+        )
+    width = width_of(weights, config, _LSTM, parts=4)
+    own: dict[str, Any] = {"num_steps": _BLOCKS * block, "lstm_mode": "per_position"}
+    own |= {key: value for key in _OWN_KEYS if (value := conversion.own_entry(config, key)) is not None}
+    sizes = conversion.make_config(
+        FalconConfig,
+        name,
+        hidden_size=width,
+        vocab_size=vocabulary(weights, config, target, keys=(EMBEDDING,)),
+        block=block,
+        layer=layer_config(weights, LAYER, config, width=width),
+        has_bias="lstm.bias_ih_l0" in weights.shapes,
+        **own,
+    )
+    shared = {EMBEDDING: (sizes.vocab_size, width)} if EMBEDDING in weights.shapes else {}
+    tensors = conversion.read_tensors(weights, _falcon_table(sizes), sizes, extra=shared)
+    if shared:
+        conversion.warn_of_embedding(weights, EMBEDDING, target)
+    return conversion.finished(files, sizes, tensors, target)
+
+
+def _write_falcon(checkpoint: HeadCheckpoint, directory: Path, options: WriteOptions) -> None:
+    sizes = cast("FalconConfig", checkpoint.config)
+    tensors = conversion.scatter(checkpoint.weights, _falcon_table(sizes))
+    dtype = tensors[_LSTM].dtype
+    tensors |= options.target.copy_of_embedding(EMBEDDING, dtype)
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        **stated_layer(sizes.layer, width=sizes.hidden_size, vocab_size=sizes.vocab_size, target=options.target),
+        "k_mask": sizes.block,
+        "bias": sizes.has_bias,
+        "qkv_bias": sizes.layer.attention_bias,
+        "torch_dtype": conversion.dtype_name(dtype),
+        **conversion.target_name(checkpoint),
+        **conversion.own_entries(checkpoint, **{key: getattr(sizes, key) for key in _OWN_KEYS}),
+    }
+    save(directory, weights_file(options), tensors, config)
+
+
+def _readers_falcon(checkpoint: HeadCheckpoint, options: WriteOptions) -> list[Reader]:
+    return [Reader(FALCON_CODE, False, "it hands on its LSTM's output with its state, and stops there")]
+
+
+def _falcon_table(config: FalconConfig) -> dict[str, Place]:
+    kinds = ("weight_ih", "weight_hh", *(("bias_ih", "bias_hh") if config.has_bias else ()))
+    names = [f"{kind}_l{layer}" for layer in range(NUM_LAYERS) for kind in kinds]
+    places = {f"lstm.{name}": Place(f"lstm.weights.{name}") for name in names}
+    return places | conversion.layer_table(LAYER, "layer", has_bias=config.layer.attention_bias)
+
+
+FORMATS = (
+    Format("eagle", _recognises, _read_head, ("eagle",), _write_head, _readers),
+    Format("falcon", _recognises_falcon, _read_falcon, ("falcon",), _write_falcon, _readers_falcon),
+)

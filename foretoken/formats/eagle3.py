@@ -14,42 +14,9 @@ from typing import TYPE_CHECKING, Any, cast
 
 from foretoken.core.checks import shown
 from foretoken.core.errors import ConfigError, ModelError
-from foretoken.formats.conversion import (
-    EAGLE_CODE,
-    SGLANG,
-    SPECFORGE,
-    VLLM_EAGLE,
-    Format,
-    Reader,
-    WriteOptions,
-    dtype_name,
-    finished,
-    is_targets,
-    make_config,
-    own_entries,
-    own_entry,
-    read_tensors,
-    scatter,
-    target_name,
-)
-from foretoken.formats.eagle import (
-    BIASES,
-    EMBEDDING,
-    IS_DRAFTED,
-    LM_HEAD,
-    OFFSETS,
-    eagle3_table,
-    layer_config,
-    map_tensors,
-    misread_block,
-    rows_of,
-    stated_layer,
-    tokens_of,
-    vocabulary,
-    warn_of_base,
-    width_of,
-    without_prefix,
-)
+from foretoken.formats import conversion, eagle
+from foretoken.formats.conversion import EAGLE_CODE, SGLANG, SPECFORGE, VLLM_EAGLE, Format, Place, Reader, WriteOptions
+from foretoken.formats.eagle import BIASES, EMBEDDING, IS_DRAFTED, LM_HEAD, OFFSETS
 from foretoken.formats.files import HeadFiles, Weights, save
 from foretoken.heads.eagle3 import Eagle3Config
 
@@ -62,6 +29,24 @@ if TYPE_CHECKING:
     from foretoken.formats.checkpoint import HeadCheckpoint, TargetInfo
 
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
+
+
+def eagle3_table(config: Eagle3Config, *, layer: str) -> dict[str, Place]:
+    """Returns the place of every tensor of an EAGLE-3 head, without the map of drafted tokens, by the file's key."""
+    places = conversion.layer_table(layer, "layer", has_bias=config.layer.attention_bias)
+    places["fc.weight"] = Place("fc.weight")
+    places["norm.weight"] = Place("norm")
+    places[LM_HEAD] = Place("lm_head.weight")
+    places[f"{layer}.input_layernorm.weight"] = Place("layer.side_norm")
+    hidden_norm = "state_norm" if config.norm_before_residual else "layer.input_norm"
+    places[f"{layer}.hidden_norm.weight"] = Place(hidden_norm)
+    if config.own_embedding:
+        places[EMBEDDING] = Place("embedding")
+    if config.norm_before_fc:
+        places["input_norm.weight"] = Place("feature_norm")
+    if config.fc_norms:
+        places |= {f"fc_norm.{i}.weight": Place("feature_norms", (i,)) for i in range(len(config.boundaries))}
+    return places
 
 
 def read_eagle3(
@@ -83,15 +68,15 @@ def read_eagle3(
         variant: Options of `Eagle3Config` that tensors do not tell.
     """
     name, shapes, config = weights.name, weights.shapes, files.config
-    width = width_of(weights, stated, "fc.weight")
+    width = eagle.width_of(weights, stated, "fc.weight")
     hidden = config.get("target_hidden_size") or width
     if not isinstance(hidden, int) or hidden < 1:
         raise ModelError(f"target_hidden_size of '{name}' is {shown(hidden)}. Expected a size.")
     if boundaries is None:
         boundaries = _unstated_boundaries(name, (*shapes.get("fc.weight", ()), 0, 0)[1] // hidden, target)
     _check_boundaries(name, boundaries, target)
-    vocab_size = vocabulary(weights, stated, target, keys=(IS_DRAFTED, EMBEDDING))
-    rows = rows_of(shapes, LM_HEAD)
+    vocab_size = eagle.vocabulary(weights, stated, target, keys=(IS_DRAFTED, EMBEDDING))
+    rows = eagle.rows_of(shapes, LM_HEAD)
     if config.get("draft_vocab_size") not in (None, rows):
         raise ModelError(
             f"draft_vocab_size of '{name}' is {shown(config['draft_vocab_size'])}, and its LM head has {rows} rows. "
@@ -99,13 +84,13 @@ def read_eagle3(
         )
     tokens = _token_map(weights, rows, vocab_size)
     is_own, is_shared = _embedding(weights, config, target, is_narrower=width != hidden)
-    sizes = make_config(
+    sizes = conversion.make_config(
         Eagle3Config,
         name,
         hidden_size=hidden,
         vocab_size=vocab_size,
         boundaries=tuple(boundaries),
-        layer=layer_config(weights, layer, stated, width=width),
+        layer=eagle.layer_config(weights, layer, stated, width=width),
         draft_hidden_size=None if width == hidden else width,
         draft_vocab_size=None if tokens is None else rows,
         own_embedding=is_own,
@@ -115,7 +100,7 @@ def read_eagle3(
     )
     ignored = [key for key in (OFFSETS, IS_DRAFTED) if key in shapes]
     extra = {EMBEDDING: (vocab_size, width)} if is_shared else None
-    tensors = read_tensors(weights, eagle3_table(sizes, layer=layer), sizes, ignored=ignored, extra=extra)
+    tensors = conversion.read_tensors(weights, eagle3_table(sizes, layer=layer), sizes, ignored=ignored, extra=extra)
     if tokens is not None:
         tensors["token_map"] = tokens
     return sizes, tensors
@@ -124,9 +109,9 @@ def read_eagle3(
 def eagle3_tensors(checkpoint: HeadCheckpoint, *, layer: str) -> dict[str, Tensor]:
     """Returns a head's tensors under the authors' names; the block is called `layer`."""
     sizes = cast("Eagle3Config", checkpoint.config)
-    tensors = scatter(checkpoint.weights, eagle3_table(sizes, layer=layer))
+    tensors = conversion.scatter(checkpoint.weights, eagle3_table(sizes, layer=layer))
     if sizes.draft_vocab_size is not None:
-        tensors |= map_tensors(checkpoint.weights["token_map"], sizes.vocab_size)
+        tensors |= eagle.map_tensors(checkpoint.weights["token_map"], sizes.vocab_size)
     return tensors
 
 
@@ -204,7 +189,7 @@ def _token_map(weights: Weights, rows: int | None, vocab_size: int) -> Tensor | 
             f"'{name}' has {', '.join(wrong)}. Expected a number for each row of its LM head and each token."
         )
     found = weights.fetch([key for key in wanted if key in shapes])
-    tokens = tokens_of(name, found[OFFSETS], found.get(IS_DRAFTED), vocab_size=vocab_size)
+    tokens = eagle.tokens_of(name, found[OFFSETS], found.get(IS_DRAFTED), vocab_size=vocab_size)
     if rows != vocab_size:
         return tokens
     if not bool((found[OFFSETS] == 0).all()):
@@ -218,13 +203,13 @@ def _embedding(
     weights: Weights, config: Mapping[str, Any], target: TargetInfo, *, is_narrower: bool
 ) -> tuple[bool, bool]:
     """Decides whether the head keeps its own embedding; drops a copy of the target's embedding."""
-    said = own_entry(config, "own_embedding")
+    said = conversion.own_entry(config, "own_embedding")
     if EMBEDDING not in weights.shapes:
         return is_narrower or said is True, False
     if is_narrower or said is True or target.weights is None:
         is_shared = said is False and not is_narrower
     else:
-        repeated = is_targets(weights.fetch([EMBEDDING])[EMBEDDING], target.weights.embedding)
+        repeated = conversion.is_targets(weights.fetch([EMBEDDING])[EMBEDDING], target.weights.embedding)
         is_shared = repeated and target.weights.is_embedding_plain
     return not is_shared, is_shared
 
@@ -244,7 +229,7 @@ def _recognises(files: HeadFiles) -> bool:
 
 
 def _read_head(files: HeadFiles, target: TargetInfo) -> HeadCheckpoint:
-    weights, config, name = without_prefix(files), files.config, str(files.path)
+    weights, config, name = eagle.without_prefix(files), files.config, str(files.path)
     nested = config.get("eagle_config")
     of_specforge = nested if isinstance(nested, dict) else {}
     if of_specforge.get("use_aux_hidden_state", True) is not True:
@@ -258,7 +243,10 @@ def _read_head(files: HeadFiles, target: TargetInfo) -> HeadCheckpoint:
             "the first are taken", name, stated, outer,
         )  # fmt: skip
     layer = "midlayer" if weights.matches(_MID_LAYER) else "layers.0"
-    steps, is_specforge = own_entry(config, "num_steps"), bool(of_specforge) or config.get("architectures") == [_CLASS]
+    steps, is_specforge = (
+        conversion.own_entry(config, "num_steps"),
+        bool(of_specforge) or config.get("architectures") == [_CLASS],
+    )
     sizes, tensors = read_eagle3(
         files, weights, config, target, layer=layer, boundaries=stated,
         norm_before_residual=flag(name, config, "norm_before_residual"),
@@ -266,8 +254,8 @@ def _read_head(files: HeadFiles, target: TargetInfo) -> HeadCheckpoint:
         **({} if steps is None else {"num_steps": steps}),
     )  # fmt: skip
     if not is_specforge and steps is None:
-        warn_of_base(name, sizes.layer)
-    return finished(files, sizes, tensors, target)
+        eagle.warn_of_base(name, sizes.layer)
+    return conversion.finished(files, sizes, tensors, target)
 
 
 def _write_head(checkpoint: HeadCheckpoint, directory: Path, options: WriteOptions) -> None:
@@ -277,18 +265,18 @@ def _write_head(checkpoint: HeadCheckpoint, directory: Path, options: WriteOptio
     tensors = eagle3_tensors(checkpoint, layer="midlayer")
     config = {
         "architectures": [_CLASS],
-        **stated_layer(sizes.layer, width=sizes.width, vocab_size=sizes.vocab_size, target=options.target),
+        **eagle.stated_layer(sizes.layer, width=sizes.width, vocab_size=sizes.vocab_size, target=options.target),
         "draft_vocab_size": sizes.draft_vocab_size or sizes.vocab_size,
         **({} if sizes.width == sizes.hidden_size else {"target_hidden_size": sizes.hidden_size}),
         "qkv_bias": sizes.layer.attention_bias,
         "fc_norm": sizes.fc_norms,
         LAYER_IDS: list(sizes.boundaries),  # which vLLM reads; SGLang reads the layers
         "eagle_config": {LAYER_IDS: [boundary - 1 for boundary in sizes.boundaries], "use_aux_hidden_state": True},
-        "torch_dtype": dtype_name(tensors["fc.weight"].dtype),
-        **target_name(checkpoint),
-        **own_entries(checkpoint, num_steps=sizes.num_steps, own_embedding=sizes.own_embedding),
+        "torch_dtype": conversion.dtype_name(tensors["fc.weight"].dtype),
+        **conversion.target_name(checkpoint),
+        **conversion.own_entries(checkpoint, num_steps=sizes.num_steps, own_embedding=sizes.own_embedding),
     }
-    save(directory, "model.safetensors" if options.as_safetensors else "pytorch_model.bin", tensors, config)
+    save(directory, eagle.weights_file(options), tensors, config)
 
 
 def _readers(checkpoint: HeadCheckpoint, options: WriteOptions) -> list[Reader]:
@@ -319,7 +307,7 @@ def _misread(sizes: Eagle3Config, own: list[int] | None) -> str | None:
         return "it fuses three taps without norms"
     if own is not None and tuple(own) != sizes.boundaries:
         return f"it reads boundaries {own} of this target, whatever the file says"
-    return BIASES if sizes.layer.attention_bias else misread_block(sizes.layer, width=sizes.width)
+    return BIASES if sizes.layer.attention_bias else eagle.misread_block(sizes.layer, width=sizes.width)
 
 
 def _feeds_normed(name: str, config: Mapping[str, Any], *, is_specforge: bool) -> bool:
@@ -331,7 +319,7 @@ def _feeds_normed(name: str, config: Mapping[str, Any], *, is_specforge: bool) -
             raise ModelError(
                 f"'{name}' has norm_output false: its LM head reads what is before the norm. Expected true."
             )
-        if says is not None and own_entry(config, "num_steps") is None:
+        if says is not None and conversion.own_entry(config, "num_steps") is None:
             logging.getLogger(__name__).warning(
                 "%s: norm_output is taken as SpecForge means it, for the LM head alone; in EAGLE-3.1 the next step "
                 "would read the normed output as well", name,

@@ -16,28 +16,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 from foretoken.core.checks import shown
 from foretoken.core.errors import ConfigError, ModelError
-from foretoken.formats.conversion import (
-    HYDRA_CODE,
-    TRT_HYDRA,
-    Format,
-    Place,
-    Reader,
-    WriteOptions,
-    count,
-    finished,
-    has_different_blocks,
-    layer_table,
-    make_config,
-    most_common,
-    needs_target_name,
-    own_entries,
-    read_tensors,
-    scatter,
-    target_name,
-    template_pattern,
-    warn_of_counts,
-    warn_of_embedding,
-)
+from foretoken.formats import conversion
+from foretoken.formats.conversion import HYDRA_CODE, TRT_HYDRA, Format, Place, Reader, WriteOptions
 from foretoken.formats.files import HeadFiles, Weights, save
 from foretoken.heads.decoder_layer import LayerConfig
 from foretoken.heads.hydra import HydraConfig
@@ -93,7 +73,7 @@ class HydraNames:
         if config.prefix is not None:
             assert self.prefix is not None, "the caller chose names by the configuration"
             layer_name, norm = self.prefix
-            places |= layer_table(layer_name, "prefix")
+            places |= conversion.layer_table(layer_name, "prefix")
             places[f"{layer_name}.input_layernorm.weight"] = Place("prefix.input_norm")
             places[f"{norm}.weight"] = Place("prefix.norm")
         return places
@@ -101,10 +81,10 @@ class HydraNames:
     def config(self, weights: Weights, stated: Mapping[str, Any], target: TargetInfo) -> HydraConfig:
         """Returns the configuration by tensors, then `stated`, then `target`; raises `ModelError` for unknown sizes."""
         name = weights.name
-        size = partial(most_common, name=name)
-        first = weights.matches(template_pattern(self.first, r"\.(linear|res_connection)\.(weight|bias)"))
-        further = weights.matches(template_pattern(self.further, r"\.(weight|bias)"))
-        lm_heads = weights.matches(template_pattern(self.lm_head, r"\.(weight|bias)"))
+        size = partial(conversion.most_common, name=name)
+        first = weights.matches(conversion.template_pattern(self.first, r"\.(linear|res_connection)\.(weight|bias)"))
+        further = weights.matches(conversion.template_pattern(self.further, r"\.(weight|bias)"))
+        lm_heads = weights.matches(conversion.template_pattern(self.lm_head, r"\.(weight|bias)"))
         biases = [match[0] for match in first if match[0].endswith("bias")]
         hidden = size((weights.shapes[key][0] for key in biases if weights.shapes[key]), what="hidden size")
         indices = [int(match["index"]) for match in further if match["index"]]
@@ -113,13 +93,13 @@ class HydraNames:
         vocab = rows or [stated.get("vocab_size") or target.vocab_size or 0]
         if not vocab[0]:
             raise ModelError(f"'{name}' has no LM heads to tell its vocabulary. Pass --target DIR.")
-        return make_config(
+        return conversion.make_config(
             HydraConfig,
             name,
             hidden_size=hidden,
             vocab_size=size(vocab, what="vocabulary"),
-            num_heads=count((int(match["head"]) for match in first + lm_heads), name=name, what="heads"),
-            num_layers=count(kept, name=name, what="layers") + 1,
+            num_heads=conversion.count((int(match["head"]) for match in first + lm_heads), name=name, what="heads"),
+            num_layers=conversion.count(kept, name=name, what="layers") + 1,
             own_lm_head=bool(rows),
             prefix=self._prefix_config(weights, stated, target),
         )
@@ -140,8 +120,10 @@ class HydraNames:
                 "Pass --target DIR."
             )
         gates = [shape for key, shape in weights.shapes.items() if re.search(r"mlp\.(gate|up)_proj\.weight$", key)]
-        inner = most_common((shape[0] for shape in gates if shape), name=name, what="prefix layer's inner width")
-        return make_config(LayerConfig, name, **found, intermediate_size=inner, rope_scaling=scaling)
+        inner = conversion.most_common(
+            (shape[0] for shape in gates if shape), name=name, what="prefix layer's inner width"
+        )
+        return conversion.make_config(LayerConfig, name, **found, intermediate_size=inner, rope_scaling=scaling)
 
 
 def prefix_entries(config: HydraConfig) -> dict[str, Any]:
@@ -225,13 +207,13 @@ def _read_head(files: HeadFiles, target: TargetInfo) -> HeadCheckpoint:
     spelling = next((one for one in _SPELLINGS if any(key.startswith(one) for key in weights.shapes)), None)
     names = PLAIN if spelling is None else with_prefix(spelling)
     sizes = names.config(weights, config, target)
-    warn_of_counts(name, config, {"hydra_num_heads": sizes.num_heads, "hydra_num_layers": sizes.num_layers})
+    conversion.warn_of_counts(name, config, {"hydra_num_heads": sizes.num_heads, "hydra_num_layers": sizes.num_layers})
     ignored = [match[0] for match in weights.matches(_UNUSED)]
     if _EMBEDDING in weights.shapes:
         ignored.append(_EMBEDDING)
-        warn_of_embedding(weights, _EMBEDDING, target)
-    tensors = read_tensors(weights, names.table(sizes), sizes, ignored=ignored)
-    return finished(files, sizes, tensors, target)
+        conversion.warn_of_embedding(weights, _EMBEDDING, target)
+    tensors = conversion.read_tensors(weights, names.table(sizes), sizes, ignored=ignored)
+    return conversion.finished(files, sizes, tensors, target)
 
 
 def _write_head(checkpoint: HeadCheckpoint, directory: Path, options: WriteOptions) -> None:
@@ -241,26 +223,24 @@ def _write_head(checkpoint: HeadCheckpoint, directory: Path, options: WriteOptio
         _refuse_other_networks(checkpoint, config, options.target)
     sizes, weights = with_own_lm_heads(config, checkpoint.weights, options, what=what)
     names = PLAIN if sizes.prefix is None else with_prefix(_SPELLINGS[0])
-    tensors = scatter(weights, names.table(sizes))
-    if options.target.weights is not None:
-        dtype = weights["first.0.linear.weight"].dtype
-        tensors[_EMBEDDING] = options.target.weights.embedding.to("cpu", dtype, copy=True)
+    tensors = conversion.scatter(weights, names.table(sizes))
+    tensors |= options.target.copy_of_embedding(_EMBEDDING, weights["first.0.linear.weight"].dtype)
     stored = {
-        **target_name(checkpoint),
+        **conversion.target_name(checkpoint),
         "grounded_heads": True,
         "hidden_state_offset": 0,
         "hydra_head_arch": "mlp" if sizes.prefix is None else "prefix-mlp",
         "hydra_num_heads": sizes.num_heads,
         "hydra_num_layers": sizes.num_layers,
         **prefix_entries(sizes),
-        **own_entries(checkpoint),
+        **conversion.own_entries(checkpoint),
     }
     file = "hydra_lm_head.safetensors" if options.as_safetensors else "hydra_lm_head.pt"
     save(directory, file, tensors, stored)
 
 
 def _readers(checkpoint: HeadCheckpoint, options: WriteOptions) -> list[Reader]:
-    config, named = cast("HydraConfig", checkpoint.config), needs_target_name(checkpoint)
+    config, named = cast("HydraConfig", checkpoint.config), conversion.needs_target_name(checkpoint)
     scaling = None if options.target.config is None else target_scaling(options.target.config)
     prefix, reason = config.prefix, None
     if options.as_safetensors:
@@ -279,7 +259,7 @@ def _readers(checkpoint: HeadCheckpoint, options: WriteOptions) -> list[Reader]:
 
 def _refuse_other_networks(checkpoint: HeadCheckpoint, config: HydraConfig, target: TargetInfo) -> None:
     elsewhere = "pass --safetensors, which that code does not open, or convert to 'tensorrt_llm' or 'native'."
-    if has_different_blocks(checkpoint.weights):
+    if conversion.has_different_blocks(checkpoint.weights):
         raise ConfigError(
             f"the {config.num_layers - 1} blocks after the first of each head differ, and {HYDRA_CODE}, which opens "
             "hydra_lm_head.pt, takes the last one in place of all: it would draft as another network. Train with "

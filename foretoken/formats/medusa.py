@@ -1,4 +1,6 @@
-"""Reads and writes Medusa heads as published: `{head}.{layer}.linear.*`, an LM head each, alone or in a whole model.
+"""Reads and writes Medusa heads, as published and in vLLM's layout.
+
+The published form is `{head}.{layer}.linear.*`, an LM head each, alone or in a whole model.
 
 - `medusa`: heads alone (`medusa_lm_head.pt` or safetensors), `medusa_head.*` inside a transformers model (Medusa-1.0,
   Medusa-2), and `medusa_heads.*` inside one (ModelOpt). The writer writes heads alone. The tensors give the counts:
@@ -10,6 +12,8 @@
 - `gorgon`, of Project Gorgon, read only: heads without bias behind a frozen copy of the target's last norm. The reader
   drops the norm: the features here are already normed. The first head is trained to predict x_{t+1}, one token earlier
   than ours, so the heads draft badly until they are trained further.
+- `vllm_medusa`: `blocks.{head}.layers.{layer}`, `lm_heads.{head}`, and a `config.json` of its own. vLLM ignores unknown
+  tensors and drops biases unless `medusa_fc_bias` is set; the writer sets it for every head with a bias.
 """
 
 from __future__ import annotations
@@ -17,34 +21,15 @@ from __future__ import annotations
 import logging
 import re
 from dataclasses import dataclass
+from math import prod
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from foretoken.core.errors import ConfigError
-from foretoken.formats.conversion import (
-    MEDUSA_CODE,
-    TGI,
-    TRT_MEDUSA,
-    VLLM,
-    Format,
-    Place,
-    Reader,
-    WriteOptions,
-    count,
-    finished,
-    has_different_blocks,
-    make_config,
-    most_common,
-    needs_target_name,
-    own_entries,
-    own_entry,
-    read_tensors,
-    scatter,
-    target_name,
-    template_pattern,
-    warn_of_counts,
-)
+from foretoken.core.checks import shown
+from foretoken.core.errors import ConfigError, ModelError
+from foretoken.formats import conversion
+from foretoken.formats.conversion import MEDUSA_CODE, TGI, TRT_MEDUSA, VLLM, Format, Place, Reader, WriteOptions
 from foretoken.formats.files import HeadFiles, Weights, save
 from foretoken.heads.medusa import MedusaConfig
 
@@ -66,8 +51,8 @@ class MedusaNames:
 
     def match(self, weights: Weights) -> tuple[list[re.Match[str]], list[re.Match[str]]]:
         """Returns the keys of blocks and of LM heads in a file."""
-        blocks = weights.matches(template_pattern(self.block, r"\.(?P<kind>weight|bias)"))
-        return blocks, weights.matches(template_pattern(self.lm_head))
+        blocks = weights.matches(conversion.template_pattern(self.block, r"\.(?P<kind>weight|bias)"))
+        return blocks, weights.matches(conversion.template_pattern(self.lm_head))
 
     def recognises(self, weights: Weights) -> bool:
         """Decides whether a file holds any such key."""
@@ -97,16 +82,20 @@ class MedusaNames:
         keys = [match[0] for match in blocks if match["kind"] == "weight"] + [match[0] for match in lm_heads]
         layers = [int(match["layer"]) for match in blocks]
         if "{layers}" in self.lm_head and lm_heads:
-            layers = [most_common((int(match["layers"]) for match in lm_heads), name=name, what="layers") - 1]
-        num_layers = count(layers, name=name, what="layers")
+            layers = [
+                conversion.most_common((int(match["layers"]) for match in lm_heads), name=name, what="layers") - 1
+            ]
+        num_layers = conversion.count(layers, name=name, what="layers")
         rows = [shapes[match[0]][0] for match in lm_heads if len(shapes[match[0]]) == 2]
         return {
-            "num_heads": count((int(match["head"]) for match in blocks + lm_heads), name=name, what="heads"),
+            "num_heads": conversion.count((int(match["head"]) for match in blocks + lm_heads), name=name, what="heads"),
             "num_layers": num_layers,
-            "hidden_size": most_common((shapes[key][-1] for key in keys if shapes[key]), name=name, what="hidden size"),
+            "hidden_size": conversion.most_common(
+                (shapes[key][-1] for key in keys if shapes[key]), name=name, what="hidden size"
+            ),
             "has_bias": num_layers == 0 or any(match["kind"] == "bias" for match in blocks),
             "own_lm_head": bool(lm_heads),
-            "rows": most_common(rows, name=name, what="vocabulary") if lm_heads else None,
+            "rows": conversion.most_common(rows, name=name, what="vocabulary") if lm_heads else None,
         }
 
     def config(self, weights: Weights, *, vocab_size: int | None) -> MedusaConfig:
@@ -116,8 +105,8 @@ class MedusaNames:
         """
         sizes = self.sizes(weights)
         rows = sizes.pop("rows")
-        vocab = rows or most_common([vocab_size] if vocab_size else [], name=weights.name, what=_VOCABULARY)
-        return make_config(MedusaConfig, weights.name, vocab_size=vocab, **sizes)
+        vocab = rows or conversion.most_common([vocab_size] if vocab_size else [], name=weights.name, what=_VOCABULARY)
+        return conversion.make_config(MedusaConfig, weights.name, vocab_size=vocab, **sizes)
 
 
 _VOCABULARY = "vocabulary, as its heads share the target's LM head; pass --target"
@@ -154,7 +143,7 @@ def without_added_biases(
     stated: Mapping[str, Any], config: MedusaConfig, weights: dict[str, Tensor]
 ) -> tuple[MedusaConfig, dict[str, Tensor]]:
     """Removes biases of zero that `for_writing` added before the file was written; stated: its `config.json`."""
-    if own_entry(stated, "has_bias", default=True) or not config.has_bias or weights["bias"].any():
+    if conversion.own_entry(stated, "has_bias", default=True) or not config.has_bias or weights["bias"].any():
         return config, weights
     rest = {key: tensor for key, tensor in weights.items() if key != "bias"}
     return config.model_copy(update={"has_bias": False}), rest
@@ -176,16 +165,16 @@ def _read_head(files: HeadFiles, target: TargetInfo) -> HeadCheckpoint:
     stated = config.get("vocab_size")
     sizes = names.config(weights, vocab_size=stated if isinstance(stated, int) else target.vocab_size)
     heads, layers = sizes.num_heads, sizes.num_layers
-    warn_of_counts(name, config, {"medusa_num_heads": heads, "medusa_num_layers": layers})
+    conversion.warn_of_counts(name, config, {"medusa_num_heads": heads, "medusa_num_layers": layers})
     if isinstance(config.get("medusa"), dict):
-        warn_of_counts(name, config["medusa"], {"num_medusa_heads": heads, "num_medusa_layers": layers})
+        conversion.warn_of_counts(name, config["medusa"], {"num_medusa_heads": heads, "num_medusa_layers": layers})
     model = [key for key in weights.shapes if not key.startswith(prefix)]  # tensors of the model around the heads
-    tensors = read_tensors(weights, names.table(sizes), sizes, ignored=model)
-    return finished(files, *without_added_biases(config, sizes, tensors), target)
+    tensors = conversion.read_tensors(weights, names.table(sizes), sizes, ignored=model)
+    return conversion.finished(files, *without_added_biases(config, sizes, tensors), target)
 
 
 def _write_head(checkpoint: HeadCheckpoint, directory: Path, options: WriteOptions) -> None:
-    if not options.as_safetensors and has_different_blocks(checkpoint.weights):
+    if not options.as_safetensors and conversion.has_different_blocks(checkpoint.weights):
         raise ConfigError(
             f"the {checkpoint.weights['weight'].shape[1]} blocks of each head differ, and {MEDUSA_CODE}, which opens "
             "medusa_lm_head.pt, takes the last one in place of all: it would draft as another network. Train with "
@@ -201,7 +190,7 @@ def _write_v2(checkpoint: HeadCheckpoint, directory: Path, options: WriteOptions
     config = cast("MedusaConfig", checkpoint.config)
     if config.own_lm_head or config.num_layers == 0:
         raise ConfigError("format 'medusa_v2' holds blocks and no LM heads. Convert this head to 'medusa'.")
-    if has_different_blocks(checkpoint.weights):
+    if conversion.has_different_blocks(checkpoint.weights):
         raise ConfigError(
             f"the {config.num_layers} blocks of each head differ, and no program reads that from format 'medusa_v2': "
             f"{MEDUSA_CODE} takes the last one in place of all, TGI knows one. Train with tied_blocks=true, or convert "
@@ -218,21 +207,21 @@ def _write_heads(
     options: WriteOptions,
 ) -> None:
     config = {
-        **target_name(checkpoint),
+        **conversion.target_name(checkpoint),
         "medusa_num_heads": sizes.num_heads,
         "medusa_num_layers": sizes.num_layers,
         **({} if sizes.own_lm_head else {"version": "2"}),
         "medusa_fc_bias": sizes.has_bias and sizes.num_layers > 0,  # vLLM drops biases without it
         "hidden_size": sizes.hidden_size,
         "vocab_size": sizes.vocab_size,
-        **own_entries(checkpoint),
+        **conversion.own_entries(checkpoint),
     }
     name = "medusa_lm_head.safetensors" if options.as_safetensors else "medusa_lm_head.pt"
-    save(directory, name, scatter(weights, _NAMES.table(sizes)), config)
+    save(directory, name, conversion.scatter(weights, _NAMES.table(sizes)), config)
 
 
 def _readers(checkpoint: HeadCheckpoint, options: WriteOptions) -> list[Reader]:
-    named, heads = needs_target_name(checkpoint), checkpoint.config.steps
+    named, heads = conversion.needs_target_name(checkpoint), checkpoint.config.steps
     how = f"speculative_config with method 'medusa' named; a chain of the best token of {heads} heads"
     vllm = Reader(VLLM, True, how)
     converter = Reader(TRT_MEDUSA, True, f"its converter, with --medusa_model_dir and --num_medusa_heads {heads}")
@@ -246,7 +235,7 @@ def _readers(checkpoint: HeadCheckpoint, options: WriteOptions) -> list[Reader]:
 
 
 def _readers_v2(checkpoint: HeadCheckpoint, options: WriteOptions) -> list[Reader]:
-    config, named = cast("MedusaConfig", checkpoint.config), needs_target_name(checkpoint)
+    config, named = cast("MedusaConfig", checkpoint.config), conversion.needs_target_name(checkpoint)
     official = _official(options, f"the class of medusa_model_legacy.py alone{named}")
     tgi = _tgi(options, named)
     if config.num_layers > 1:
@@ -281,11 +270,181 @@ def _read_gorgon(files: HeadFiles, target: TargetInfo) -> HeadCheckpoint:
         for key, tensor in weights.fetch(norms).items():
             if tensor.shape != norm.shape or not torch.allclose(tensor.float(), norm, rtol=1e-2, atol=1e-3):
                 logging.getLogger(__name__).warning("%s: %s is not the target's last norm", weights.name, key)
-    tensors = read_tensors(weights, _GORGON.table(sizes), sizes, ignored=norms)
-    return finished(files, sizes, tensors, target)
+    tensors = conversion.read_tensors(weights, _GORGON.table(sizes), sizes, ignored=norms)
+    return conversion.finished(files, sizes, tensors, target)
+
+
+_VLLM_NAMES = MedusaNames(block="blocks.{head}.layers.{layer}", lm_head="lm_heads.{head}.weight")
+_VLLM_PREFIX = "medusa_heads."
+_SHARED = "lm_head.weight"
+_DEFAULT_VOCAB_SIZE = 32001  # vLLM's default, without a vocab_size in the file
+
+
+def _recognises_vllm(files: HeadFiles) -> bool:
+    if any(names.recognises(files.weights) for names in (_VLLM_NAMES, _VLLM_NAMES.prefixed(_VLLM_PREFIX))):
+        return True
+    is_shared = files.config.get("original_lm_head") is True and files.config.get("model_type") == "medusa"
+    return is_shared and files.weights.shapes.keys() == {_SHARED}
+
+
+def _read_vllm(files: HeadFiles, target: TargetInfo) -> HeadCheckpoint:
+    weights, config, name = files.weights, files.config, str(files.path)
+    if config.get("logit_scale") not in (None, 1):
+        raise ModelError(
+            f"'{name}' scales its logits by {shown(config['logit_scale'])}. Expected heads without a scale."
+        )
+    prefix = _VLLM_PREFIX if _VLLM_NAMES.prefixed(_VLLM_PREFIX).recognises(weights) else ""
+    names, map_key, shared_key = _VLLM_NAMES.prefixed(prefix), f"{prefix}token_map", _shared_key(files, prefix)
+    sizes = names.sizes(weights) if names.recognises(weights) else _sizes_without_blocks(files)
+    rows = next(iter(weights.shapes.get(shared_key, ())), None) if shared_key else sizes["rows"]
+    sizes |= {"rows": None, "own_lm_head": shared_key is None, "vocab_size": rows or _stated_vocab_size(config)}
+    if sizes["num_layers"] == 0:
+        sizes["has_bias"] = conversion.own_entry(config, "has_bias", default=True)
+    sizes["has_bias"] |= config.get("medusa_fc_bias") is True
+    stored = conversion.make_config(MedusaConfig, name, **{key: size for key, size in sizes.items() if key != "rows"})
+    extra: dict[str, tuple[int, ...]] = {}
+    stated = config.get("truncated_vocab_size")
+    if map_key in weights.shapes:
+        extra[map_key] = (prod(weights.shapes[map_key]),)
+    elif isinstance(stated, int) and stated < _stated_vocab_size(config):
+        extra[map_key] = (stated,)  # the map tells which tokens the rows are
+    if shared_key is not None:
+        extra[shared_key] = (stored.vocab_size, stored.hidden_size)
+    tensors = conversion.read_tensors(weights, names.table(stored), stored, extra=extra)
+    others = weights.fetch(extra)
+    shared = others.get(shared_key or "")
+    _warn_of_vllm(name, config, stored, has_map=map_key in others)
+    if map_key in others:
+        full = _with_token_map(name, config, stored, tensors, others[map_key], shared)
+    elif shared is not None:
+        full = _with_shared_lm_head(name, stored, tensors, shared, target)
+    else:
+        full = stored
+    return conversion.finished(files, full, tensors, target)
+
+
+def _write_vllm(checkpoint: HeadCheckpoint, directory: Path, options: WriteOptions) -> None:
+    what = "format 'vllm_medusa'"
+    sizes = cast("MedusaConfig", checkpoint.config)
+    tensors = conversion.scatter(checkpoint.weights, _VLLM_NAMES.table(sizes))
+    if "token_map" in checkpoint.weights:
+        tensors["token_map"] = checkpoint.weights["token_map"].clone()
+    if not sizes.own_lm_head:
+        lm_head, _ = options.target.copy_of_lm_head(what, with_bias=False)
+        tensors[_SHARED] = lm_head.to("cpu", checkpoint.weights["weight"].dtype, copy=True)
+    config = {
+        "architectures": ["MedusaModel"],
+        "model_type": "medusa",
+        "hidden_size": sizes.hidden_size,
+        "vocab_size": sizes.vocab_size,
+        "num_heads": sizes.num_heads,
+        "num_hidden_layers": sizes.num_layers,
+        "max_paths": 64,
+        "topk": 10,
+        "truncated_vocab_size": sizes.draft_vocab_size,
+        "medusa_fc_bias": sizes.has_bias and sizes.num_layers > 0,
+        "original_lm_head": not sizes.own_lm_head,
+        "torch_dtype": conversion.dtype_name(next(iter(tensors.values())).dtype),
+        **conversion.own_entries(checkpoint),
+    }
+    save(directory, "model.safetensors", tensors, config)
+
+
+def _readers_vllm(checkpoint: HeadCheckpoint, options: WriteOptions) -> list[Reader]:
+    config = cast("MedusaConfig", checkpoint.config)
+    if config.draft_vocab_size is not None:
+        how = (
+            f"it fails while loading: it expects LM heads over all {config.vocab_size} tokens even where a token_map "
+            f"leaves {config.draft_vocab_size}; releases that build them by truncated_vocab_size read it"
+        )
+        return [Reader(VLLM, False, how)]
+    how = f"speculative_config with method 'medusa'; a chain of the best token of {config.num_heads} heads"
+    return [Reader(VLLM, True, how)]
+
+
+def _shared_key(files: HeadFiles, prefix: str) -> str | None:
+    shapes = files.weights.shapes
+    if not files.config.get("original_lm_head") and prefix + _SHARED not in shapes:
+        return None
+    return next((key for key in (f"{prefix}lm_heads.0.weight",) if key in shapes), prefix + _SHARED)
+
+
+def _sizes_without_blocks(files: HeadFiles) -> dict[str, Any]:
+    heads, shape = files.config.get("num_heads"), files.weights.shapes[_SHARED]
+    if not isinstance(heads, int) or isinstance(heads, bool) or files.config.get("num_hidden_layers") != 0:
+        raise ModelError(
+            f"'{files.path}' holds one LM head and no blocks. Expected num_heads and num_hidden_layers 0 in its "
+            "config.json. Copy or convert it again."
+        )
+    return {
+        "num_heads": heads,
+        "num_layers": 0,
+        "hidden_size": shape[1] if len(shape) == 2 else 0,
+        "has_bias": True,
+        "own_lm_head": False,
+        "rows": None,
+    }
+
+
+def _stated_vocab_size(config: Mapping[str, Any]) -> Any:
+    return config.get("vocab_size", _DEFAULT_VOCAB_SIZE)
+
+
+def _with_token_map(
+    name: str,
+    config: Mapping[str, Any],
+    stored: MedusaConfig,
+    tensors: dict[str, Tensor],
+    token_map: Tensor,
+    shared: Tensor | None,
+) -> MedusaConfig:
+    """Places LM heads over part of the vocabulary; cuts those over all of it, as vLLM does."""
+    drafted, rows = token_map.numel(), stored.vocab_size
+    full = conversion.make_config(
+        MedusaConfig,
+        name,
+        **stored.model_dump()
+        | {"vocab_size": _stated_vocab_size(config), "own_lm_head": True, "draft_vocab_size": drafted},
+    )
+    vocab = full.vocab_size
+    token_map = token_map.to(torch.int64)
+    conversion.check_token_map(name, token_map, vocab)
+    if rows not in (drafted, vocab):
+        raise ModelError(
+            f"the LM heads of '{name}' have {rows} rows. Expected {drafted}, as its token_map, or {vocab}."
+        )
+    lm_head = tensors["lm_head"] if shared is None else shared.expand(stored.num_heads, -1, -1)
+    tensors["lm_head"] = (lm_head if rows == drafted else lm_head[:, token_map]).contiguous()
+    tensors["token_map"] = token_map
+    return full
+
+
+def _with_shared_lm_head(
+    name: str, stored: MedusaConfig, tensors: dict[str, Tensor], shared: Tensor, target: TargetInfo
+) -> MedusaConfig:
+    known = target.weights
+    if known is None:
+        logging.getLogger(__name__).warning("%s: its LM head is taken to be the target's", name)
+        return stored
+    if known.is_plain and known.lm_head_bias is None and torch.equal(known.lm_head.to("cpu", shared.dtype), shared):
+        return stored
+    tensors["lm_head"] = shared.expand(stored.num_heads, -1, -1).contiguous()
+    return stored.model_copy(update={"own_lm_head": True})
+
+
+def _warn_of_vllm(name: str, config: Mapping[str, Any], found: MedusaConfig, *, has_map: bool) -> None:
+    heads, layers = found.num_heads, found.num_layers
+    counts = {"num_heads": heads, "num_hidden_layers": layers}
+    counts |= {"medusa_num_heads": heads, "medusa_num_layers": layers}  # vLLM also accepts these names
+    if not has_map and found.own_lm_head:
+        counts["vocab_size"] = found.vocab_size
+    conversion.warn_of_counts(name, config, counts)
+    if found.has_bias and layers and config.get("medusa_fc_bias") is not True:
+        logging.getLogger(__name__).warning("%s: it has biases, which vLLM drops: medusa_fc_bias is not set", name)
 
 
 FORMATS = (
+    Format("vllm_medusa", _recognises_vllm, _read_vllm, ("medusa",), _write_vllm, _readers_vllm),
     Format("gorgon", lambda files: _GORGON.recognises(_compiled_or_not(files)), _read_gorgon),
     Format("medusa_v2", _recognises_v2, _read_head, ("medusa",), _write_v2, _readers_v2),
     Format("medusa", _recognises, _read_head, ("medusa",), _write_head, _readers),

@@ -11,25 +11,8 @@ import re
 from typing import TYPE_CHECKING, Any, cast
 
 from foretoken.core.errors import ConfigError, ModelError
-from foretoken.formats.conversion import (
-    OLD_TGI,
-    TGI,
-    VLLM,
-    Format,
-    Place,
-    Reader,
-    WriteOptions,
-    dtype_name,
-    finished,
-    make_config,
-    most_common,
-    needs_target_name,
-    own_entries,
-    own_entry,
-    read_tensors,
-    scatter,
-    target_name,
-)
+from foretoken.formats import conversion
+from foretoken.formats.conversion import OLD_TGI, TGI, VLLM, Format, Place, Reader, WriteOptions
 from foretoken.formats.files import HeadFiles, Weights, save
 from foretoken.heads.mlp_speculator import MlpSpeculatorConfig
 
@@ -53,8 +36,8 @@ def _read_head(files: HeadFiles, target: TargetInfo) -> HeadCheckpoint:
     weights, config, name = files.weights, files.config, str(files.path)
     prefix = _PREFIX if any(key.startswith(_PREFIX) for key in weights.shapes) else ""
     sizes = _sizes(name, weights, config, prefix)
-    tensors = read_tensors(weights, _table(sizes, prefix), sizes)
-    return finished(files, sizes, tensors, target)
+    tensors = conversion.read_tensors(weights, _table(sizes, prefix), sizes)
+    return conversion.finished(files, sizes, tensors, target)
 
 
 def _write_head(checkpoint: HeadCheckpoint, directory: Path, options: WriteOptions) -> None:
@@ -65,12 +48,12 @@ def _write_head(checkpoint: HeadCheckpoint, directory: Path, options: WriteOptio
             f"the head has rms_norm_eps {sizes.rms_norm_eps}, and readers of format 'mlp_speculator' take {epsilon} "
             "alone. Keep the head in our own format, 'native'."
         )
-    tensors = scatter(checkpoint.weights, _table(sizes, _PREFIX))
+    tensors = conversion.scatter(checkpoint.weights, _table(sizes, _PREFIX))
     default = (_DEFAULT_TREE + (2,) * sizes.num_heads)[: sizes.num_heads]
     config = {
         "architectures": ["MLPSpeculatorPreTrainedModel"],
         "model_type": "mlp_speculator",
-        **target_name(checkpoint),
+        **conversion.target_name(checkpoint),
         "vocab_size": sizes.vocab_size,
         "emb_dim": sizes.hidden_size,
         "inner_dim": sizes.inner_dim,
@@ -79,15 +62,15 @@ def _write_head(checkpoint: HeadCheckpoint, directory: Path, options: WriteOptio
         "n_candidates": sizes.num_candidates,
         "tie_weights": sizes.tie_weights and sizes.num_heads > 1,
         "scale_input": sizes.scale_input,
-        "torch_dtype": dtype_name(next(iter(tensors.values())).dtype),
+        "torch_dtype": conversion.dtype_name(next(iter(tensors.values())).dtype),
         # vLLM always needs a list of that length; our key tells that there is no tree.
-        **own_entries(checkpoint, has_tree=sizes.top_k is not None, tie_weights=sizes.tie_weights),
+        **conversion.own_entries(checkpoint, has_tree=sizes.top_k is not None, tie_weights=sizes.tie_weights),
     }
     save(directory, "model.safetensors", tensors, config)
 
 
 def _readers(checkpoint: HeadCheckpoint, options: WriteOptions) -> list[Reader]:
-    config, named = cast("MlpSpeculatorConfig", checkpoint.config), needs_target_name(checkpoint)
+    config, named = cast("MlpSpeculatorConfig", checkpoint.config), conversion.needs_target_name(checkpoint)
     how = f"--model-id of this directory, all {config.num_heads} stages (its factors follow --speculate){named}"
     is_tied = config.tie_weights and config.num_heads > 1
     untied = None if is_tied else "it fails while loading stages that are not tied, since TGI 2.3"
@@ -123,20 +106,20 @@ def _sizes(name: str, weights: Weights, config: Mapping[str, Any], prefix: str) 
         if stated:
             return int(stated)
         keys = [key for key in weights.shapes if key.startswith(f"{prefix}{kind}.") and len(weights.shapes[key]) == 2]
-        return most_common((weights.shapes[key][dimension] for key in keys), name=name, what=f"'{key}'")
+        return conversion.most_common((weights.shapes[key][dimension] for key in keys), name=name, what=f"'{key}'")
 
     try:
         inner = size("inner_dim", "emb", 1)
         hidden = config.get("emb_dim") or config.get("hidden_size") or weights.shapes[f"{prefix}proj.0.weight"][1]
-        has_tree = own_entry(config, "has_tree", default=True) and config.get("top_k_tokens_per_head")
-        return make_config(
+        has_tree = conversion.own_entry(config, "has_tree", default=True) and config.get("top_k_tokens_per_head")
+        return conversion.make_config(
             MlpSpeculatorConfig,
             name,
             hidden_size=hidden,
             vocab_size=size("vocab_size", "emb", 0),
             num_heads=config["n_predict"],
             inner_dim=inner,
-            tie_weights=own_entry(config, "tie_weights", default=config.get("tie_weights", False)),
+            tie_weights=conversion.own_entry(config, "tie_weights", default=config.get("tie_weights", False)),
             scale_input=config.get("scale_input", False),
             top_k=config["top_k_tokens_per_head"] if has_tree else None,
             num_candidates=config.get("n_candidates", 5),

@@ -45,9 +45,7 @@ def unserved_head(files: HeadFiles) -> str | None:
 
 NATIVE = "native"
 # A module comes before those that would recognise its files too.
-_MODULES = (
-    "speculators", "eagle3", "eagle", "falcon", "vllm_medusa", "tensorrt_llm", "hydra", "mlp_speculator", "medusa",
-)  # fmt: skip
+_MODULES = ("speculators", "eagle3", "eagle", "tensorrt_llm", "hydra", "mlp_speculator", "medusa")
 _NONSENSE = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RuntimeError)
 
 

@@ -15,17 +15,8 @@ import torch
 
 from foretoken.core.checks import shown
 from foretoken.core.errors import ConfigError, ModelError
-from foretoken.formats.conversion import (
-    SPECULATORS,
-    VLLM_EAGLE,
-    Format,
-    Reader,
-    WriteOptions,
-    dtype_name,
-    finished,
-    own_entries,
-    own_entry,
-)
+from foretoken.formats import conversion
+from foretoken.formats.conversion import SPECULATORS, VLLM_EAGLE, Format, Reader, WriteOptions
 from foretoken.formats.eagle import EMBEDDING, read_eagle, stated_layer, without_prefix
 from foretoken.formats.eagle3 import LAYER_IDS, boundaries_of, eagle3_tensors, flag, read_eagle3, with_plain_vocabulary
 from foretoken.formats.files import HeadFiles, Weights, save
@@ -62,21 +53,21 @@ def _read_head(files: HeadFiles, target: TargetInfo) -> HeadCheckpoint:
         sizes, tensors = read_eagle(
             files.weights, stated, target, fc="fusion_fc", layer="transformer", num_steps=_steps(config)
         )
-        return finished(named, sizes, tensors, target)
+        return conversion.finished(named, sizes, tensors, target)
     boundaries = boundaries_of(name, config.get(LAYER_IDS))
     if boundaries is not None and boundaries[0] == 1:
         logging.getLogger(__name__).warning(
             "%s: taps %s are taken as boundaries, and files of SpecForge name the layer before instead: if it comes "
             "from there, they should be %s", name, boundaries, [one + 1 for one in boundaries],
         )  # fmt: skip
-    steps = own_entry(config, "num_steps", default=_steps(config))
+    steps = conversion.own_entry(config, "num_steps", default=_steps(config))
     weights = _without_output_bias(without_prefix(files), stated)
     eagle3_sizes, tensors = read_eagle3(
         files, weights, stated, target, layer=_LAYER, boundaries=boundaries,
         norm_before_residual=_norm_before_residual(name, config), feeds_normed=flag(name, config, "norm_output"),
         **({} if steps is None else {"num_steps": steps}),
     )  # fmt: skip
-    return finished(named, eagle3_sizes, tensors, target)
+    return conversion.finished(named, eagle3_sizes, tensors, target)
 
 
 def _write_head(checkpoint: HeadCheckpoint, directory: Path, options: WriteOptions) -> None:
@@ -88,7 +79,7 @@ def _write_head(checkpoint: HeadCheckpoint, directory: Path, options: WriteOptio
     if not sizes.own_embedding and options.target.weights is not None:
         tensors[EMBEDDING] = _shared_embedding(options.target.weights, tensors["fc.weight"].dtype)
     layer = stated_layer(sizes.layer, width=sizes.width, vocab_size=sizes.vocab_size, target=options.target)
-    dtype = dtype_name(tensors["fc.weight"].dtype)
+    dtype = conversion.dtype_name(tensors["fc.weight"].dtype)
     config = {
         "architectures": ["Eagle3Speculator"],
         "speculators_model_type": "eagle3",
@@ -122,7 +113,7 @@ def _write_head(checkpoint: HeadCheckpoint, directory: Path, options: WriteOptio
         },
         "tie_word_embeddings": False,
         "torch_dtype": dtype,
-        **own_entries(checkpoint, num_steps=sizes.num_steps, own_embedding=sizes.own_embedding),
+        **conversion.own_entries(checkpoint, num_steps=sizes.num_steps, own_embedding=sizes.own_embedding),
     }
     save(directory, "model.safetensors", tensors, config)
 

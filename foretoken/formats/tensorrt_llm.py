@@ -20,23 +20,9 @@ from torch.nn.functional import pad
 
 from foretoken.core.checks import shown
 from foretoken.core.errors import ConfigError, ModelError, listed
-from foretoken.formats import hydra, medusa
+from foretoken.formats import conversion, hydra, medusa
 from foretoken.formats.checkpoint import HeadCheckpoint, TargetInfo, check_keys
-from foretoken.formats.conversion import (
-    TRT_HYDRA,
-    TRT_MEDUSA,
-    Format,
-    Place,
-    Reader,
-    WriteOptions,
-    assemble,
-    dtype_name,
-    finished,
-    own_entries,
-    scatter,
-    wanted_shapes,
-    warn_of_counts,
-)
+from foretoken.formats.conversion import TRT_HYDRA, TRT_MEDUSA, Format, Place, Reader, WriteOptions
 from foretoken.formats.files import HeadFiles, Weights, save
 from foretoken.formats.hydra import HydraNames, prefix_entries
 from foretoken.formats.medusa import MedusaNames
@@ -168,18 +154,20 @@ def _read_head(files: HeadFiles, target: TargetInfo) -> HeadCheckpoint:
     if _MEDUSA.recognises(files.weights):
         stored = _MEDUSA.config(merged, vocab_size=config.get("vocab_size"))
         table = _MEDUSA.table(stored)
-        warn_of_counts(name, config, {"num_medusa_heads": stored.num_heads, "num_medusa_layers": stored.num_layers})
+        conversion.warn_of_counts(
+            name, config, {"num_medusa_heads": stored.num_heads, "num_medusa_layers": stored.num_layers}
+        )
     else:
         stored = _HYDRA.config(merged, _prefix_sizes(config), target)
         table = _HYDRA.table(stored)
-    wanted = wanted_shapes(table, stored)
+    wanted = conversion.wanted_shapes(table, stored)
     _check_parts(name, ranks, wanted)
-    tensors = assemble(name, merged.fetch(wanted), table, stored)
+    tensors = conversion.assemble(name, merged.fetch(wanted), table, stored)
     sizes: Any = stored.model_copy(update={"vocab_size": _vocab_size(name, config, stored.vocab_size)})
     cut = {key: _cut(key, tensor, sizes.vocab_size) for key, tensor in tensors.items()}
     if isinstance(sizes, MedusaConfig):
         sizes, cut = medusa.without_added_biases(config, sizes, cut)
-    return finished(files, sizes, cut, target)
+    return conversion.finished(files, sizes, cut, target)
 
 
 def _write_head(checkpoint: HeadCheckpoint, directory: Path, options: WriteOptions) -> None:
@@ -195,8 +183,8 @@ def _write_head(checkpoint: HeadCheckpoint, directory: Path, options: WriteOptio
         assert isinstance(config, HydraConfig), "the method says so"
         sizes, weights = hydra.with_own_lm_heads(config, checkpoint.weights, options, what=what)
         table = _HYDRA.table(sizes)
-    tensors = {key: _padded(key, tensor, tp_size) for key, tensor in scatter(weights, table).items()}
-    dtypes = sorted({dtype_name(tensor.dtype) for tensor in tensors.values()})
+    tensors = {key: _padded(key, tensor, tp_size) for key, tensor in conversion.scatter(weights, table).items()}
+    dtypes = sorted({conversion.dtype_name(tensor.dtype) for tensor in tensors.values()})
     if len(dtypes) > 1 or next(iter(tensors.values())).dtype not in _DTYPES:
         raise ConfigError(f"{what} holds float16, bfloat16 or float32. The head has {', '.join(dtypes)}. Pass --dtype.")
     stored = _config(checkpoint, sizes, options, dtypes[0])
@@ -247,7 +235,7 @@ def _config(
         f"num_{method}_heads": sizes.num_heads,
         f"num_{method}_layers": sizes.num_layers,
         **(prefix_entries(sizes) if isinstance(sizes, HydraConfig) else {}),
-        **own_entries(checkpoint),
+        **conversion.own_entries(checkpoint),
     }
 
 
