@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from tiny_models import VOCAB_SIZE, tiny_model
 
 from foretoken.bench.cost_twin import TwinPart, TwinPlan, check_twin, make_twin, make_twin_in_memory
-from foretoken.bench.padding import _METHODS, Padding, growth, open_model, padded_head
+from foretoken.bench.padding import _METHODS, PaddedModel, Padding, growth, open_model, padded_head
 from foretoken.core.errors import ConfigError, ForetokenError, ModelError
 from foretoken.core.passes import Pass
 from foretoken.formats import native
@@ -113,7 +113,8 @@ def test_logits_are_those_of_the_small_model(tmp_path: Path, architecture: str, 
     model = small(tmp_path / "small", architecture)
     [part] = made(model, tmp_path / "twin", num_layers=5, fill=fill)
     twin = load_model(part.path, device="cpu")
-    assert open_model(model).num_bytes(5, 4, None) == 4 * part.num_parameters, "as it was foreseen"
+    foreseen = PaddedModel(small=open_model(model), factor=4, num_layers=5, dtype=None)
+    assert foreseen.num_bytes == 4 * part.num_parameters
     assert (twin.num_layers, twin.config.hidden_size, twin.config.intermediate_size) == (5, 128, 192)
     assert (twin.config.num_attention_heads, twin.config.num_key_value_heads) == (16, 8)
     assert part.num_parameters == sum(tensor.numel() for tensor in twin.module.parameters())

@@ -1,4 +1,4 @@
-"""EAGLE-1, EAGLE-2 and HASS heads as published; files from outside are written by hand."""
+"""EAGLE-1, EAGLE-2 and HASS heads as published, and Falcon's; files from outside are written by hand."""
 
 from __future__ import annotations
 
@@ -11,10 +11,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from tiny_eagles import EAGLE, LAYER, LLAMA, TARGET, eagle, eagle3, layer, restate
 from tiny_heads import (
+    LINEAR,
     E,
     V,
     assert_one_error_names,
     assert_same,
+    assert_same_logits,
     logits,
     numbers,
     random_head,
@@ -28,10 +30,10 @@ from torch.nn.functional import rms_norm, silu
 
 from foretoken.core.errors import ConfigError, ModelError
 from foretoken.formats.checkpoint import TargetFingerprint, TargetInfo, TargetWeights
-from foretoken.formats.conversion import EAGLE_CODE
+from foretoken.formats.conversion import EAGLE_CODE, FALCON_CODE
 from foretoken.formats.registry import head_readers, read_head, write_head
+from foretoken.heads.falcon import FalconConfig
 
-LINEAR = {"rope_type": "linear", "factor": 4.0}
 CONFIGS = {
     "bias": eagle(),
     "no bias": eagle(has_bias=False, num_steps=3),
@@ -264,3 +266,75 @@ def test_a_bias_that_is_not_the_zeros_written_is_an_error(tmp_path: Path) -> Non
     torch.save(tensors | {"fc.bias": torch.ones_like(tensors["fc.bias"])}, tmp_path / "pytorch_model.bin")
     with pytest.raises(ModelError, match=r"unexpected: fc\.bias"):
         read_head(tmp_path)
+
+
+LSTM = {
+    "lstm.weight_ih_l0": (4 * E, 2 * E),
+    "lstm.weight_ih_l1": (4 * E, E),
+    **{f"lstm.weight_hh_l{index}": (4 * E, E) for index in (0, 1)},
+    **{f"lstm.bias_{kind}_l{index}": (4 * E,) for kind in ("ih", "hh") for index in (0, 1)},
+}
+FALCON = {"embed_tokens.weight": (V, E)} | LSTM | layer("layers.0", E)
+STATED = {**LLAMA, "k_mask": 2}
+
+
+def falcon(**sizes: Any) -> FalconConfig:
+    """As published, unless said otherwise."""
+    values = {"hidden_size": E, "vocab_size": V, "layer": LAYER, "lstm_mode": "per_position", **sizes}
+    return FalconConfig(**values)
+
+
+FALCONS = {
+    "as published": falcon(),
+    "no bias": falcon(has_bias=False),
+    "recurrent": falcon(lstm_mode="recurrent", num_steps=4, dropout=0.0),
+    "three": falcon(block=3, num_steps=9),
+    "biased attention": falcon(layer=LAYER.model_copy(update={"attention_bias": True})),
+}
+
+
+@pytest.mark.parametrize("as_safetensors", [True, False])
+@pytest.mark.parametrize("name", FALCONS)
+def test_round_trip_of_falcon(tmp_path: Path, name: str, as_safetensors: bool) -> None:
+    head = random_head(FALCONS[name], dtype=torch.bfloat16)
+    assert_same(head, round_trip("falcon", head, tmp_path, as_safetensors=as_safetensors))
+
+
+@pytest.mark.parametrize("has_bias", [True, False])
+@pytest.mark.parametrize("prefix", ["", "model."])
+def test_published_names_of_falcon(tmp_path: Path, prefix: str, has_bias: bool) -> None:
+    shapes = {key: shape for key, shape in FALCON.items() if has_bias or "bias" not in key}
+    named = {prefix + key: shape for key, shape in shapes.items()}
+    tensors = write_files(tmp_path / "head", named, {**STATED, "bias": has_bias}, file="pytorch_model.bin")
+    name, head = read_head(tmp_path / "head")
+    assert (name, head.config) == ("falcon", falcon(has_bias=has_bias))
+    assert torch.equal(head.weights["lstm.weights.weight_hh_l1"], tensors[prefix + "lstm.weight_hh_l1"])
+    assert torch.equal(head.weights["layer.gate_proj.weight"], tensors[prefix + "layers.0.mlp.gate_proj.weight"])
+    write_head("falcon", head, tmp_path / "again", target=target_info())
+    assert shapes_of(tmp_path / "again" / "pytorch_model.bin") == shapes
+    stored = json.loads((tmp_path / "again" / "config.json").read_text())
+    assert (stored["k_mask"], stored["bias"], stored["hidden_size"]) == (2, has_bias, E)
+    assert_same_logits(head, read_head(tmp_path / "again")[1])
+
+
+def test_one_error_names_all_keys_of_falcon(tmp_path: Path) -> None:
+    shapes = {**FALCON, "layers.0.input_layernorm.weight": (E,), "lstm.bias_hh_l1": (E,)}
+    del shapes["lstm.weight_hh_l0"]
+    write_files(tmp_path, shapes, STATED)
+    assert_one_error_names(
+        tmp_path, "missing: lstm.weight_hh_l0", "unexpected: layers.0.input_layernorm.weight",
+        "wrong shape: lstm.bias_hh_l1 [8] instead of [32]",
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("value", [None, "2", True, 1, 99])
+def test_blocks_of_falcon_that_make_no_sense(tmp_path: Path, value: object) -> None:
+    write_files(tmp_path, FALCON, {**STATED, "k_mask": value})
+    with pytest.raises(ModelError, match="k_mask" if value in (None, "2") or value is True else "block"):
+        read_head(tmp_path)
+
+
+def test_readers_of_falcon() -> None:
+    """The published code runs into an error of its own."""
+    readers = head_readers("falcon", random_head(falcon()))
+    assert [(reader.program, reader.reads) for reader in readers] == [("foretoken", True), (FALCON_CODE, False)]

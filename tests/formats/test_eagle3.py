@@ -27,6 +27,8 @@ from tiny_eagles import (
     write_eagle3,
 )
 from tiny_heads import (
+    LINEAR,
+    LLAMA3,
     E,
     V,
     assert_one_error_names,
@@ -48,11 +50,6 @@ from foretoken.formats.conversion import EAGLE_CODE
 from foretoken.formats.eagle3 import LAYER_IDS
 from foretoken.formats.registry import head_readers, read_head, write_head
 
-LINEAR = {"rope_type": "linear", "factor": 4.0}
-LLAMA3 = {
-    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 64,
-}  # fmt: skip
 AROUND = TargetInfo(config=TARGET)
 OFFICIAL = LLAMA | {"draft_vocab_size": VD}
 SPECFORGE = OFFICIAL | {

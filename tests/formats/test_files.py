@@ -11,14 +11,16 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from test_medusa import COUNTS, OFFICIAL
-from tiny_heads import E, V, assert_same, random_head, round_trip, write_files
+from tiny_eagles import eagle
+from tiny_heads import E, V, assert_same, medusa, random_head, round_trip, write_files
 
 from foretoken.core.errors import ConfigError, ModelError
+from foretoken.formats.checkpoint import HeadCheckpoint
 from foretoken.formats.registry import known_formats, read_head, write_head
 from foretoken.heads.medusa import MedusaConfig
 from foretoken.heads.mlp_speculator import MlpSpeculatorConfig
 
-HEAD = MedusaConfig(hidden_size=E, vocab_size=V, num_heads=2, own_lm_head=True)
+HEAD = medusa()
 
 
 @pytest.mark.parametrize("file", ["medusa_lm_head.pt", "model.safetensors"])
@@ -184,3 +186,31 @@ def test_dtype(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"float16 cannot hold numbers of weight. Expected a wider dtype"):
         write_head("medusa", head, tmp_path / "no", dtype=torch.float16)
     assert not (tmp_path / "no").exists()
+
+
+def learned(draft_vocab: list[int] | None) -> HeadCheckpoint:
+    """A head that learned over some of its tokens alone."""
+    return random_head(eagle(), draft_vocab=draft_vocab)
+
+
+def test_the_tokens_that_a_head_learned_over_stay(tmp_path: Path) -> None:
+    """In every format's files, and in modules."""
+    write_head("native", learned([2, 5, 12]), tmp_path / "head")
+    found = read_head(tmp_path / "head")[1]
+    assert found.draft_vocab == [2, 5, 12]
+    assert found.module().draft_vocab == [2, 5, 12]
+    assert "[2, 5, 12]" in (tmp_path / "head" / "config.json").read_text(), "thousands of tokens would be as many lines"
+    assert HeadCheckpoint.of_head(found.module()).draft_vocab == [2, 5, 12]
+    write_head("eagle", learned([2, 5, 12]), tmp_path / "converted")
+    assert read_head(tmp_path / "converted")[1].draft_vocab == [2, 5, 12]
+    write_head("native", learned(None), tmp_path / "whole")
+    assert read_head(tmp_path / "whole")[1].draft_vocab is None
+
+
+@pytest.mark.parametrize("ids", [[], [V], [-1, 3], [3, 3], [5, 4], [2, 1 << 70], ["3"], 7, [True]])
+def test_tokens_that_no_head_learned_over_are_refused(tmp_path: Path, ids: object) -> None:
+    write_head("native", learned([2, 5]), tmp_path)
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"draft_vocab": ids}))
+    with pytest.raises(ModelError, match="draft_vocab"):
+        read_head(tmp_path)

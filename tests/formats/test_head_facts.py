@@ -9,23 +9,21 @@ from typing import Any
 import pytest
 import torch
 from tiny_eagles import eagle, eagle3
-from tiny_heads import E, V, random_head
+from tiny_heads import E, V, hydra, medusa, random_head
 
 from foretoken.core.errors import ModelError
 from foretoken.formats import native
 from foretoken.formats.describe import describe_head, native_facts
 from foretoken.formats.registry import read_head
 from foretoken.heads.decoder_layer import LayerConfig
-from foretoken.heads.hydra import HydraConfig
-from foretoken.heads.medusa import MedusaConfig
 from foretoken.heads.mlp_speculator import MlpSpeculatorConfig
 
 PREFIX = LayerConfig(num_attention_heads=4, num_key_value_heads=2, head_dim=2, intermediate_size=12)
 CONFIGS: list[Any] = [
-    MedusaConfig(hidden_size=E, vocab_size=V, num_heads=2, own_lm_head=True, draft_vocab_size=7),
-    MedusaConfig(hidden_size=E, vocab_size=V, has_bias=False, tied_blocks=True, num_layers=2),
-    HydraConfig(hidden_size=E, vocab_size=V, num_heads=3, prefix=PREFIX),
-    HydraConfig(hidden_size=E, vocab_size=V, num_heads=2, own_lm_head=True),
+    medusa(draft_vocab_size=7),
+    medusa(own_lm_head=False, has_bias=False, tied_blocks=True, num_layers=2),
+    hydra(own_lm_head=False, num_heads=3, prefix=PREFIX),
+    hydra(num_layers=4),
     MlpSpeculatorConfig(hidden_size=E, vocab_size=V, inner_dim=6),
     MlpSpeculatorConfig(hidden_size=E, vocab_size=V, inner_dim=6, tie_weights=False),
     eagle(),

@@ -12,16 +12,15 @@ from pairwise import slow_products
 from safetensors.torch import load_file, save_file
 from test_hydra import HYDRA_HEADS
 from tiny_eagles import eagle, eagle3
-from tiny_heads import E, V, random_head
+from tiny_heads import E, V, medusa, random_head
 
 from foretoken.core.errors import ForetokenError
 from foretoken.formats.registry import known_formats, read_head, write_head
 from foretoken.heads.base import HeadConfig
 from foretoken.heads.falcon import FalconConfig
-from foretoken.heads.medusa import MedusaConfig
 from foretoken.heads.mlp_speculator import MlpSpeculatorConfig
 
-MEDUSA = MedusaConfig(hidden_size=E, vocab_size=V, num_heads=2, own_lm_head=True)
+MEDUSA = medusa()
 HEADS = {
     "native": MEDUSA,
     "medusa": MEDUSA,

@@ -10,15 +10,14 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
-from tiny_heads import E, V, random_head, round_trip
+from tiny_heads import medusa, random_head, round_trip
 
 from foretoken.core.errors import ModelError
 from foretoken.formats import files
 from foretoken.formats.files import local_head
 from foretoken.formats.registry import read_head, write_head
-from foretoken.heads.medusa import MedusaConfig
 
-HEAD = MedusaConfig(hidden_size=E, vocab_size=V, num_heads=2, own_lm_head=True)
+HEAD = medusa()
 COMMITS = {"main": "a" * 40, "v1": "b" * 40}
 LOOK = """
 import json, sys

@@ -8,11 +8,16 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from tiny_eagles import layer
 from tiny_heads import (
+    LINEAR,
+    LLAMA3,
     E,
     V,
     assert_one_error_names,
     assert_same,
+    hydra,
+    linear,
     logits,
     random_head,
     round_trip,
@@ -26,65 +31,38 @@ from foretoken.core.errors import ConfigError, ModelError
 from foretoken.formats.checkpoint import TargetInfo, TargetWeights
 from foretoken.formats.registry import read_head, write_head
 from foretoken.heads.decoder_layer import LayerConfig
-from foretoken.heads.hydra import HydraConfig
 
 PREFIX = LayerConfig(num_attention_heads=4, num_key_value_heads=2, head_dim=2, intermediate_size=6, rms_norm_eps=1e-5)
 BASE = SimpleNamespace(
     num_attention_heads=4, num_key_value_heads=2, head_dim=2, hidden_size=E, rms_norm_eps=1e-5, vocab_size=V
 )
-LINEAR = {"rope_type": "linear", "factor": 4.0}
-LLAMA3 = {
-    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 64,
-}  # fmt: skip
 
 # Two heads of two blocks; the second head reads one token more.
 PLAIN = {
     "input_embed_fn.weight": (V, E),
-    "hydra_mlp.0.0.linear.weight": (E, 2 * E),
-    "hydra_mlp.0.0.linear.bias": (E,),
-    "hydra_mlp.0.0.res_connection.weight": (E, 2 * E),
-    "hydra_mlp.0.0.res_connection.bias": (E,),
-    "hydra_mlp.0.1.linear.weight": (E, E),
-    "hydra_mlp.0.1.linear.bias": (E,),
-    "hydra_mlp.1.0.linear.weight": (E, 3 * E),
-    "hydra_mlp.1.0.linear.bias": (E,),
-    "hydra_mlp.1.0.res_connection.weight": (E, 3 * E),
-    "hydra_mlp.1.0.res_connection.bias": (E,),
-    "hydra_mlp.1.1.linear.weight": (E, E),
-    "hydra_mlp.1.1.linear.bias": (E,),
-    "hydra_lm_head.0.weight": (V, E),
-    "hydra_lm_head.0.bias": (V,),
-    "hydra_lm_head.1.weight": (V, E),
-    "hydra_lm_head.1.bias": (V,),
+    **linear("hydra_mlp.0.0.linear", E, 2 * E),
+    **linear("hydra_mlp.0.0.res_connection", E, 2 * E),
+    **linear("hydra_mlp.0.1.linear", E, E),
+    **linear("hydra_mlp.1.0.linear", E, 3 * E),
+    **linear("hydra_mlp.1.0.res_connection", E, 3 * E),
+    **linear("hydra_mlp.1.1.linear", E, E),
+    **linear("hydra_lm_head.0", V, E),
+    **linear("hydra_lm_head.1", V, E),
 }
 # One head of four blocks behind a decoder block.
 WITH_PREFIX = {
     "prefix_embeding_layer.embed_tokens.weight": (V, E),
-    "prefix_embeding_layer.layers.0.self_attn.q_proj.weight": (8, E),
-    "prefix_embeding_layer.layers.0.self_attn.k_proj.weight": (4, E),
-    "prefix_embeding_layer.layers.0.self_attn.v_proj.weight": (4, E),
-    "prefix_embeding_layer.layers.0.self_attn.o_proj.weight": (E, 8),
     "prefix_embeding_layer.layers.0.self_attn.rotary_emb.inv_freq": (1,),
-    "prefix_embeding_layer.layers.0.mlp.gate_proj.weight": (6, E),
-    "prefix_embeding_layer.layers.0.mlp.up_proj.weight": (6, E),
-    "prefix_embeding_layer.layers.0.mlp.down_proj.weight": (E, 6),
+    **layer("prefix_embeding_layer.layers.0", E),
     "prefix_embeding_layer.layers.0.input_layernorm.weight": (E,),
-    "prefix_embeding_layer.layers.0.post_attention_layernorm.weight": (E,),
     "prefix_embeding_layer.norm.weight": (E,),
     "input_embed_fn.weight": (V, E),
-    "hydra_mlp.0.1.linear.weight": (E, 2 * E),
-    "hydra_mlp.0.1.linear.bias": (E,),
-    "hydra_mlp.0.1.res_connection.weight": (E, 2 * E),
-    "hydra_mlp.0.1.res_connection.bias": (E,),
-    "hydra_mlp.0.3.linear.weight": (E, E),
-    "hydra_mlp.0.3.linear.bias": (E,),
-    "hydra_mlp.0.5.linear.weight": (E, E),
-    "hydra_mlp.0.5.linear.bias": (E,),
-    "hydra_mlp.0.7.linear.weight": (E, E),
-    "hydra_mlp.0.7.linear.bias": (E,),
-    "hydra_lm_head.0.1.weight": (V, E),
-    "hydra_lm_head.0.1.bias": (V,),
+    **linear("hydra_mlp.0.1.linear", E, 2 * E),
+    **linear("hydra_mlp.0.1.res_connection", E, 2 * E),
+    **linear("hydra_mlp.0.3.linear", E, E),
+    **linear("hydra_mlp.0.5.linear", E, E),
+    **linear("hydra_mlp.0.7.linear", E, E),
+    **linear("hydra_lm_head.0.1", V, E),
 }
 UNUSED = {
     "prefix_embeding_layer.embed_tokens.weight",
@@ -100,12 +78,6 @@ CONFIG = {
     "hydra_num_layers": 2,
 }
 CONFIG_PREFIX = {**CONFIG, "hydra_head_arch": "prefix-mlp", "hydra_num_heads": 1, "hydra_num_layers": 4}
-
-
-def hydra(**changes: object) -> HydraConfig:
-    return HydraConfig(
-        **{"hidden_size": E, "vocab_size": V, "num_heads": 2, "num_layers": 2, "own_lm_head": True, **changes}
-    )
 
 
 HYDRA_HEADS = hydra(prefix=PREFIX)

@@ -6,14 +6,27 @@ The classes below lay heads out as the original code does, one block object repe
 
 from __future__ import annotations
 
+import json
 from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from tiny_eagles import eagle, eagle3
-from tiny_heads import E, V, logits, numbers, random_head, round_trip, target_info, target_weights
+from test_hostile_files import HEADS
+from tiny_heads import (
+    LINEAR,
+    E,
+    V,
+    hydra,
+    logits,
+    medusa,
+    numbers,
+    random_head,
+    round_trip,
+    target_info,
+    target_weights,
+)
 from torch import Tensor, nn
 
 from foretoken.core.errors import ConfigError
@@ -21,23 +34,12 @@ from foretoken.formats.checkpoint import HeadCheckpoint, TargetInfo
 from foretoken.formats.conversion import Reader
 from foretoken.formats.registry import head_readers, known_formats, read_head, write_head
 from foretoken.heads.decoder_layer import LayerConfig
-from foretoken.heads.falcon import FalconConfig
 from foretoken.heads.hydra import HydraConfig
 from foretoken.heads.medusa import MedusaConfig
 from foretoken.heads.mlp_speculator import MlpSpeculatorConfig
 
 PREFIX = LayerConfig(num_attention_heads=4, num_key_value_heads=4, head_dim=2, intermediate_size=6, rms_norm_eps=1e-5)
-LINEAR = {"rope_type": "linear", "factor": 4.0}
 YARN = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 64}
-
-
-def medusa(**changes: object) -> MedusaConfig:
-    return MedusaConfig(**{"hidden_size": E, "vocab_size": V, "num_heads": 2, "own_lm_head": True, **changes})
-
-
-def hydra(**changes: object) -> HydraConfig:
-    sizes = {"hidden_size": E, "vocab_size": V, "num_heads": 2, "num_layers": 2, "own_lm_head": True}
-    return HydraConfig(**{**sizes, **changes})
 
 
 def speculator(**changes: object) -> MlpSpeculatorConfig:
@@ -182,21 +184,6 @@ def said(name: str, head: HeadCheckpoint, **options: object) -> dict[str, Reader
     return {reader.program: reader for reader in head_readers(name, head, **options)}  # type: ignore[arg-type]
 
 
-HEADS = {
-    "native": medusa(),
-    "medusa": medusa(),
-    "medusa_v2": medusa(own_lm_head=False),
-    "vllm_medusa": medusa(),
-    "hydra": hydra(prefix=PREFIX),
-    "mlp_speculator": speculator(),
-    "tensorrt_llm": medusa(),
-    "eagle": eagle(),
-    "eagle3": eagle3(),
-    "falcon": FalconConfig(hidden_size=E, vocab_size=V, layer=eagle().layer),
-    "speculators": eagle3(),
-}
-
-
 @pytest.mark.parametrize("name", known_formats(writable=True))
 def test_every_format_says_who_reads_it(name: str) -> None:
     readers = head_readers(name, random_head(HEADS[name]))
@@ -220,8 +207,6 @@ def test_who_reads_medusa() -> None:
 
 
 def test_vllm_reads_biases_of_the_published_layout(tmp_path: Path) -> None:
-    import json
-
     for num_layers in (0, 1):
         write_head("medusa", random_head(medusa(num_layers=num_layers)), tmp_path)
         assert json.loads((tmp_path / "config.json").read_text())["medusa_fc_bias"] == (num_layers > 0)
@@ -245,8 +230,6 @@ def test_who_reads_mlp_speculators(stages: int, tied: bool, scaled: bool) -> Non
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_one_stage_is_untied_for_others_and_itself_here(tmp_path: Path, tied: bool) -> None:
-    import json
-
     head = random_head(speculator(num_heads=1, tie_weights=tied))
     assert round_trip("mlp_speculator", head, tmp_path).config == head.config
     stored = json.loads((tmp_path / "one" / "config.json").read_text())

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
+import tiny_heads
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from test_hydra import BASE
+from tiny_eagles import layer
 from tiny_heads import (
     E,
     V,
     assert_one_error_names,
     assert_same,
+    linear,
+    medusa,
     random_head,
     round_trip,
     shapes_of,
@@ -26,38 +31,23 @@ from foretoken.formats.checkpoint import TargetInfo
 from foretoken.formats.registry import read_head, write_head
 from foretoken.heads.decoder_layer import LayerConfig
 from foretoken.heads.hydra import HydraConfig
-from foretoken.heads.medusa import MedusaConfig
 
 PREFIX = LayerConfig(num_attention_heads=8, num_key_value_heads=4, head_dim=2, intermediate_size=12, rms_norm_eps=1e-5)
 MEDUSA_NAMES = {
-    "medusa_heads.0.medusa_layers.0.linear.weight": (E, E),
-    "medusa_heads.0.medusa_layers.0.linear.bias": (E,),
+    **linear("medusa_heads.0.medusa_layers.0.linear", E, E),
     "medusa_heads.0.lm_head.weight": (V, E),
-    "medusa_heads.1.medusa_layers.0.linear.weight": (E, E),
-    "medusa_heads.1.medusa_layers.0.linear.bias": (E,),
+    **linear("medusa_heads.1.medusa_layers.0.linear", E, E),
     "medusa_heads.1.lm_head.weight": (V, E),
 }
 HYDRA_NAMES = {
-    "prefix_embedding_layer.layer.self_attn.q_proj.weight": (8, E),
-    "prefix_embedding_layer.layer.self_attn.k_proj.weight": (4, E),
-    "prefix_embedding_layer.layer.self_attn.v_proj.weight": (4, E),
-    "prefix_embedding_layer.layer.self_attn.o_proj.weight": (E, 8),
-    "prefix_embedding_layer.layer.mlp.gate_proj.weight": (6, E),
-    "prefix_embedding_layer.layer.mlp.up_proj.weight": (6, E),
-    "prefix_embedding_layer.layer.mlp.down_proj.weight": (E, 6),
+    **layer("prefix_embedding_layer.layer", E),
     "prefix_embedding_layer.layer.input_layernorm.weight": (E,),
-    "prefix_embedding_layer.layer.post_attention_layernorm.weight": (E,),
     "prefix_embedding_layer.norm.weight": (E,),
-    "hydra_heads.0.hydra_mlp.linear.weight": (E, 2 * E),
-    "hydra_heads.0.hydra_mlp.linear.bias": (E,),
-    "hydra_heads.0.hydra_mlp.res_connection.weight": (E, 2 * E),
-    "hydra_heads.0.hydra_mlp.res_connection.bias": (E,),
-    "hydra_heads.0.hydra_mlps.0.linear.weight": (E, E),
-    "hydra_heads.0.hydra_mlps.0.linear.bias": (E,),
-    "hydra_heads.0.hydra_mlps.1.linear.weight": (E, E),
-    "hydra_heads.0.hydra_mlps.1.linear.bias": (E,),
-    "hydra_heads.0.hydra_lm_head.weight": (V, E),
-    "hydra_heads.0.hydra_lm_head.bias": (V,),
+    **linear("hydra_heads.0.hydra_mlp.linear", E, 2 * E),
+    **linear("hydra_heads.0.hydra_mlp.res_connection", E, 2 * E),
+    **linear("hydra_heads.0.hydra_mlps.0.linear", E, E),
+    **linear("hydra_heads.0.hydra_mlps.1.linear", E, E),
+    **linear("hydra_heads.0.hydra_lm_head", V, E),
 }
 TARGET = {"transformer.vocab_embedding.weight": (V, E), "lm_head.weight": (V, E)}
 MEDUSA_CONFIG = {
@@ -82,13 +72,8 @@ HYDRA_CONFIG = {
 }
 
 
-def medusa(**changes: object) -> MedusaConfig:
-    return MedusaConfig(**{"hidden_size": E, "vocab_size": V, "num_heads": 2, "own_lm_head": True, **changes})
-
-
-def hydra(**changes: object) -> HydraConfig:
-    sizes = {"hidden_size": E, "vocab_size": V, "num_heads": 3, "num_layers": 4, "own_lm_head": True}
-    return HydraConfig(**{**sizes, "prefix": PREFIX, **changes})
+def hydra(**changes: Any) -> HydraConfig:
+    return tiny_heads.hydra(**{"num_heads": 3, "num_layers": 4, "prefix": PREFIX, **changes})
 
 
 @pytest.mark.parametrize("tp_size", [1, 2, 4])
@@ -186,8 +171,6 @@ def test_missing_rank(tmp_path: Path) -> None:
 
 def test_one_error_names_everything_and_the_rank(tmp_path: Path) -> None:
     write_head("tensorrt_llm", random_head(hydra(num_heads=1)), tmp_path, tp_size=2)
-    from safetensors.torch import save_file
-
     tensors = load_file(tmp_path / "rank1.safetensors")
     del tensors["prefix_embedding_layer.norm.weight"]
     tensors["hydra_heads.0.extra"] = torch.ones(1)
@@ -203,8 +186,6 @@ def test_one_error_names_everything_and_the_rank(tmp_path: Path) -> None:
 
 def test_norms_must_agree_between_ranks(tmp_path: Path) -> None:
     write_head("tensorrt_llm", random_head(hydra(num_heads=1)), tmp_path, tp_size=2)
-    from safetensors.torch import save_file
-
     tensors = load_file(tmp_path / "rank1.safetensors")
     tensors["prefix_embedding_layer.norm.weight"] += 1
     save_file(tensors, tmp_path / "rank1.safetensors")

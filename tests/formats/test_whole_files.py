@@ -11,15 +11,14 @@ from pathlib import Path
 import pytest
 from disks import everything
 from limits import full_disk
-from tiny_heads import E, V, random_head
+from tiny_heads import medusa, random_head
 
 from foretoken.core.errors import ConfigError
 from foretoken.formats import native
 from foretoken.formats.files import whole_files, write_config, write_weights
 from foretoken.formats.registry import read_head, write_head
-from foretoken.heads.medusa import MedusaConfig
 
-HEAD = MedusaConfig(hidden_size=E, vocab_size=V, num_heads=2, own_lm_head=True)
+HEAD = medusa()
 FORMATS = [
     ("native", {}),
     ("medusa", {}),

@@ -17,9 +17,30 @@ from foretoken.formats.checkpoint import HeadCheckpoint, TargetFingerprint, Targ
 from foretoken.formats.conversion import head_shapes
 from foretoken.formats.registry import read_head, write_head
 from foretoken.heads.base import HeadConfig
+from foretoken.heads.hydra import HydraConfig
+from foretoken.heads.medusa import MedusaConfig
 from foretoken.models.parts import TargetParts
 
 E, V = 8, 13
+LINEAR = {"rope_type": "linear", "factor": 4.0}
+LLAMA3 = {
+    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}  # fmt: skip
+
+
+def medusa(**changes: Any) -> MedusaConfig:
+    return MedusaConfig(**{"hidden_size": E, "vocab_size": V, "num_heads": 2, "own_lm_head": True, **changes})
+
+
+def hydra(**changes: Any) -> HydraConfig:
+    sizes = {"hidden_size": E, "vocab_size": V, "num_heads": 2, "num_layers": 2, "own_lm_head": True}
+    return HydraConfig(**{**sizes, **changes})
+
+
+def linear(name: str, rows: int, columns: int) -> dict[str, tuple[int, ...]]:
+    """Shapes of a linear layer with a bias."""
+    return {f"{name}.weight": (rows, columns), f"{name}.bias": (rows,)}
 
 
 def numbers(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:

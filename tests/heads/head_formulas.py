@@ -6,7 +6,8 @@ Everything here works on single vectors in float64 and knows of the modules only
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -59,16 +60,16 @@ def rms(x: Tensor, epsilon: float = 1e-6) -> Tensor:
     return x / math.sqrt(sum(float(v) ** 2 for v in x) / len(x) + epsilon)
 
 
-def medusa(state: Mapping[str, Tensor], config: object, index: int, feature: Tensor, parts: TargetParts) -> Tensor:
+def medusa(state: Mapping[str, Tensor], config: Any, index: int, feature: Tensor, parts: TargetParts) -> Tensor:
     """(V,) logits of Medusa head `index` after one feature."""
     x = feature
-    for layer in range(config.num_layers):  # type: ignore[attr-defined]
-        block = 0 if config.tied_blocks else layer  # type: ignore[attr-defined]
+    for layer in range(config.num_layers):
+        block = 0 if config.tied_blocks else layer
         z = state["weight"][index, block] @ x
-        if config.has_bias:  # type: ignore[attr-defined]
+        if config.has_bias:
             z = z + state["bias"][index, block]
         x = x + silu(z)
-    if not config.own_lm_head:  # type: ignore[attr-defined]
+    if not config.own_lm_head:
         return parts.lm_head(x)
     scores = state["lm_head"][index] @ x
     if "token_map" not in state:
@@ -79,31 +80,29 @@ def medusa(state: Mapping[str, Tensor], config: object, index: int, feature: Ten
     return whole
 
 
-def hydra(
-    state: Mapping[str, Tensor], config: object, feature: Tensor, drafted: list[int], parts: TargetParts
-) -> Tensor:
+def hydra(state: Mapping[str, Tensor], config: Any, feature: Tensor, drafted: list[int], parts: TargetParts) -> Tensor:
     """(V,) logits of Hydra head `len(drafted) - 1`; feature: f_t; drafted: x_{t+1} and so on, one for each head."""
     index = len(drafted) - 1
     u = torch.cat([feature, *(parts.embed(torch.tensor(token)) for token in drafted)])
     w, b = state[f"first.{index}.linear.weight"], state[f"first.{index}.linear.bias"]
     r, c = state[f"first.{index}.residual.weight"], state[f"first.{index}.residual.bias"]
     y = r @ u + c + silu(w @ u + b)
-    for layer in range(config.num_layers - 1):  # type: ignore[attr-defined]
-        block = 0 if config.tied_blocks else layer  # type: ignore[attr-defined]
+    for layer in range(config.num_layers - 1):
+        block = 0 if config.tied_blocks else layer
         y = y + silu(state["weight"][index, block] @ y + state["bias"][index, block])
-    if config.own_lm_head:  # type: ignore[attr-defined]
+    if config.own_lm_head:
         return state[f"lm_heads.{index}.weight"] @ y + state[f"lm_heads.{index}.bias"]
     return parts.lm_head(y)
 
 
-def mlp_speculator(state: Mapping[str, Tensor], config: object, feature: Tensor, drafted: list[int]) -> Tensor:
+def mlp_speculator(state: Mapping[str, Tensor], config: Any, feature: Tensor, drafted: list[int]) -> Tensor:
     """(V,) logits of stage `len(drafted) - 1` of an MLP speculator."""
-    stages, inner = config.num_heads, config.inner_dim  # type: ignore[attr-defined]
-    is_tied = config.tie_weights  # type: ignore[attr-defined]
+    stages, inner = config.num_heads, config.inner_dim
+    is_tied = config.tie_weights
     keep = 0.5 ** (0.5 / stages)
     alpha = math.sqrt((1 - keep**2) * inner / 2) / keep
-    epsilon = config.rms_norm_eps  # type: ignore[attr-defined]
-    s = rms(feature, epsilon) / math.sqrt(2) if config.scale_input else feature  # type: ignore[attr-defined]
+    epsilon = config.rms_norm_eps
+    s = rms(feature, epsilon) / math.sqrt(2) if config.scale_input else feature
     for index, token in enumerate(drafted):
         own = 0 if is_tied else index
         projection = min(index, 1) if is_tied else index
@@ -112,36 +111,48 @@ def mlp_speculator(state: Mapping[str, Tensor], config: object, feature: Tensor,
     return state[f"lm_heads.{0 if is_tied else len(drafted) - 1}.weight"] @ s
 
 
-def prefix_layer(state: Mapping[str, Tensor], config: object, features: Tensor) -> Tensor:
-    """(S, E) to (S, E): the decoder block of Hydra++ over one text, position by position and head by head."""
-    heads, groups = config.num_attention_heads, config.num_key_value_heads  # type: ignore[attr-defined]
-    size, eps = config.head_dim, config.rms_norm_eps  # type: ignore[attr-defined]
+def decoder_block(
+    state: Mapping[str, Tensor], layer: Any, residual: Tensor, reads: Sequence[Tensor], own: int, prefix: str = "layer."
+) -> Tensor:
+    """(W,) what a Llama's block gives at position `own`, head by head.
+
+    `reads` are what attention reads, of all positions that are seen, the first of them position 0.
+    """
+    heads, groups, size = layer.num_attention_heads, layer.num_key_value_heads, layer.head_dim
+
+    def projected(name: str, x: Tensor) -> Tensor:
+        y = state[f"{prefix}{name}_proj.weight"] @ x
+        return (y + state[f"{prefix}{name}_proj.bias"] if layer.attention_bias else y).view(-1, size)
 
     def rotated(x: Tensor, position: int) -> Tensor:
         result = x.clone()
         for pair in range(size // 2):
-            angle = position * config.rope_theta ** (-2 * pair / size)  # type: ignore[attr-defined]
+            angle = position * layer.rope_theta ** (-2 * pair / size)
             a, b = float(x[pair]), float(x[pair + size // 2])
             result[pair] = a * math.cos(angle) - b * math.sin(angle)
             result[pair + size // 2] = b * math.cos(angle) + a * math.sin(angle)
         return result
 
+    query, keys, values = (
+        projected("q", reads[own]), [projected("k", x) for x in reads], [projected("v", x) for x in reads]
+    )  # fmt: skip
+    mixed = []
+    for head in range(heads):
+        group = head // (heads // groups)
+        turned = rotated(query[head], own)
+        scores = [float(turned @ rotated(key[group], s)) / math.sqrt(size) for s, key in enumerate(keys)]
+        shares = [math.exp(score - max(scores)) for score in scores]
+        parts = [w / sum(shares) * value[group] for w, value in zip(shares, values, strict=True)]
+        mixed.append(torch.stack(parts).sum(0))
+    x = residual + state[f"{prefix}o_proj.weight"] @ torch.cat(mixed)
+    inner = rms(x, layer.rms_norm_eps) * state[f"{prefix}post_attention_norm"]
+    gated = silu(state[f"{prefix}gate_proj.weight"] @ inner) * (state[f"{prefix}up_proj.weight"] @ inner)
+    return x + state[f"{prefix}down_proj.weight"] @ gated
+
+
+def prefix_layer(state: Mapping[str, Tensor], config: Any, features: Tensor) -> Tensor:
+    """(S, E) to (S, E): the decoder block of Hydra++ over one text, position by position."""
+    eps = config.rms_norm_eps
     normed = [rms(x, eps) * state["input_norm"] for x in features]
-    queries = [(state["q_proj.weight"] @ x).view(heads, size) for x in normed]
-    keys = [(state["k_proj.weight"] @ x).view(groups, size) for x in normed]
-    values = [(state["v_proj.weight"] @ x).view(groups, size) for x in normed]
-    outputs = []
-    for t, feature in enumerate(features):
-        mixed = []
-        for head in range(heads):
-            group = head // (heads // groups)
-            query = rotated(queries[t][head], t)
-            scores = [float(query @ rotated(keys[s][group], s)) / math.sqrt(size) for s in range(t + 1)]
-            shares = [math.exp(score - max(scores)) for score in scores]
-            mixed.append(sum(w / sum(shares) * values[s][group] for s, w in enumerate(shares)))
-        x = feature + state["o_proj.weight"] @ torch.cat(mixed)  # type: ignore[arg-type]
-        inner = rms(x, eps) * state["post_attention_norm"]
-        gated = silu(state["gate_proj.weight"] @ inner) * (state["up_proj.weight"] @ inner)
-        x = x + state["down_proj.weight"] @ gated
-        outputs.append(rms(x, eps) * state["norm"])
-    return torch.stack(outputs)
+    outputs = [decoder_block(state, config, x, normed[: t + 1], t, prefix="") for t, x in enumerate(features)]
+    return torch.stack([rms(x, eps) * state["norm"] for x in outputs])

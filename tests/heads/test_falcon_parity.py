@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 import pytest
 import torch
-from head_formulas import SAME, E, V, numbers, rms, shared_parts, silu, tokens
+from head_formulas import SAME, E, V, decoder_block, numbers, shared_parts, tokens
 from heads.tiny_falcon import LAYER, falcon
 from torch import Tensor
 
@@ -42,31 +42,7 @@ def fused(state: Mapping[str, Tensor], mode: str, pairs: Sequence[Tensor]) -> li
 
 def block_output(state: Mapping[str, Tensor], xs: Sequence[Tensor], own: int, end: int) -> Tensor:
     """What the decoder block gives at position `own`, which sees positions 0 … `end` - 1."""
-    heads, groups, size = LAYER.num_attention_heads, LAYER.num_key_value_heads, LAYER.head_dim
-
-    def rotated(x: Tensor, position: int) -> Tensor:
-        result = x.clone()
-        for pair in range(size // 2):
-            angle = position * LAYER.rope_theta ** (-2 * pair / size)
-            a, b = float(x[pair]), float(x[pair + size // 2])
-            result[pair] = a * math.cos(angle) - b * math.sin(angle)
-            result[pair + size // 2] = b * math.cos(angle) + a * math.sin(angle)
-        return result
-
-    def read(name: str, x: Tensor) -> Tensor:
-        return (state[f"layer.{name}_proj.weight"] @ x).view(-1, size)
-
-    mixed = []
-    for head in range(heads):
-        group = head // (heads // groups)
-        query = rotated(read("q", xs[own])[head], own)
-        scores = [float(query @ rotated(read("k", xs[j])[group], j)) / math.sqrt(size) for j in range(end)]
-        shares = [math.exp(score - max(scores)) for score in scores]
-        mixed.append(sum(w / sum(shares) * read("v", xs[j])[group] for j, w in enumerate(shares)))
-    x = xs[own] + state["layer.o_proj.weight"] @ torch.cat(mixed)  # type: ignore[arg-type]
-    inner = rms(x, LAYER.rms_norm_eps) * state["layer.post_attention_norm"]
-    gated = silu(state["layer.gate_proj.weight"] @ inner) * (state["layer.up_proj.weight"] @ inner)
-    return x + state["layer.down_proj.weight"] @ gated
+    return decoder_block(state, LAYER, xs[own], xs[:end], own)
 
 
 def drafted(head: FalconHead, features: Tensor, text: Tensor, position: int) -> list[Tensor]:

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 from head_formulas import SAME, E, V, medusa, numbers, random_weights, shared_parts, tokens
+from torch import nn
 
-from foretoken.heads.medusa import MedusaConfig, MedusaHeads
+from foretoken.heads.medusa import MedusaConfig, MedusaHeads, part_of
 
 K = 3
 LM_HEADS: dict[str, dict[str, Any]] = {
@@ -93,3 +94,23 @@ def test_a_new_partial_head_copies_the_rows_of_its_tokens() -> None:
     assert head.token_map is not None
     for row, token in enumerate(head.token_map.tolist()):
         assert all(torch.equal(head.lm_head[i, row], parts.lm_head_weight[token]) for i in range(K))
+
+
+def test_the_gradient_of_a_part_is_that_of_indexing() -> None:
+    ours, plain = (nn.Parameter(torch.arange(24.0).view(4, 3, 2)) for _ in range(2))
+    for index, factor in ((2, 3.0), (0, 5.0), (2, 7.0)):  # a part twice, two parts never
+        assert torch.equal(part_of(ours, index), plain[index])
+        (factor * part_of(ours, index).square()).sum().backward()
+        (factor * plain[index].square()).sum().backward()
+    assert ours.grad is not None
+    assert torch.equal(ours.grad, plain.grad)
+
+
+def test_nothing_of_the_stacks_size_is_made_for_a_part() -> None:
+    stack = nn.Parameter(torch.zeros(5, 40, 60))
+    stack.grad = torch.zeros_like(stack)
+    with torch.profiler.profile(record_shapes=True) as seen:
+        part_of(stack, 1).sum().backward()
+    made = [event for event in seen.events() if event.name in ("aten::zeros", "aten::zero_", "aten::fill_")]
+    assert not any([5, 40, 60] in event.input_shapes for event in made)
+    assert not any(event.name == "aten::select_backward" for event in seen.events())
