@@ -181,11 +181,11 @@ def write_plots(panels: dict[Serving, list[PointResult]], directory: Path, what:
         for theme in (LIGHT, DARK):
             with mpl.rc_context(page_style(theme, "sweep")):
                 figure = draw(chart, panels, theme, what)
-                place = directory / f"{chart.name}{theme.name}.svg"
-                figure.savefig(place, metadata={"Date": None})
-                files.append(place)
+                path = directory / f"{chart.name}{theme.name}.svg"
+                figure.savefig(path, metadata={"Date": None})
+                files.append(path)
                 if theme is LIGHT:
-                    files.append(place.with_suffix(".png"))
+                    files.append(path.with_suffix(".png"))
                     figure.savefig(files[-1], dpi=160)
     return files
 
@@ -215,7 +215,7 @@ def draw(chart: Chart, panels: dict[Serving, list[PointResult]], theme: Theme, w
         _draw_panel(axes, chart, results, lines, theme)
     for number in range(len(panels), rows * columns):
         grid[number // columns][number % columns].set_visible(False)
-    entries = _legend(figure)
+    entries = legend_entries(figure.axes)
     figure.legend(
         entries.values(), entries.keys(), loc="outside right upper", frameon=False, fontsize=8.5, handlelength=3.2,
         ncols=legend_columns,
@@ -265,14 +265,14 @@ def _draw_panel(
 ) -> None:
     every = list(dict.fromkeys(series for series, _ in lines))
     methods = list(dict.fromkeys(series.method for series in every))
-    places = {result.name: (result.nodes, chart.value(result)) for result in results}
-    found = list(places.values())
+    at = {result.name: (result.nodes, chart.value(result)) for result in results}
+    found = list(at.values())
     axes.plot(
         *zip(*dict.fromkeys(found[index] for index in pareto_front(found)), strict=True), color=theme.text, lw=7,
         alpha=0.14, solid_capstyle="round", zorder=1, label=_FRONT, marker="o", ms=13, mec="none",
     )  # fmt: skip
     for (series, _), names in lines.items():
-        own = sorted(places[name] for name in names if name in places)
+        own = sorted(at[name] for name in names if name in at)
         if not own:
             continue
         variants = [each for each in every if each.method == series.method]
@@ -308,9 +308,10 @@ def _scale_nodes(axes: Any, nodes: Sequence[float]) -> None:
     axes.set_xticks([], minor=True)
 
 
-def _legend(figure: Any) -> dict[str, Any]:
+def legend_entries(panels: Sequence[Any]) -> dict[str, Any]:
+    """Returns the handles of a figure's lines by their labels, each once; fronts and plain decoding come last."""
     found: dict[str, Any] = {}
-    for axes in figure.axes:
+    for axes in panels:
         for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
             found.setdefault(label, handle)
     return {label: found[label] for label in sorted(found, key=lambda label: (label == _PLAIN, label == _FRONT))}

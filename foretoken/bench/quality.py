@@ -1,4 +1,4 @@
-"""What rounding a model's weights changes, on held-out text: perplexity, KL divergence, and greedy tokens."""
+"""What quantized weights change, on held-out text: perplexity, KL divergence, and greedy tokens."""
 
 from __future__ import annotations
 
@@ -63,40 +63,39 @@ def read_quality(values: Mapping[str, Any], name: str) -> Quality | None:
 
 
 def compare_weights(
-    rounded: LoadedModel,
+    quantized: LoadedModel,
     original: LoadedModel,
     texts: Sequence[Sequence[int]],
     on_progress: Callable[[int, int], None],
 ) -> Quality:
-    """Lets both models read texts.
+    """Compares a quantized model with its original, on token ids of held-out text in pieces of up to 512.
 
-    Args:
-        rounded: A model of the same vocabulary.
-        original: The model that was rounded.
-        texts: Token ids of held-out text; read in pieces of up to 512.
-        on_progress: Gets the number of pieces that were read and of all.
+    `on_progress` is called with pieces done and pieces in all.
 
     Raises:
         ModelError: If vocabularies differ.
         RequestError: If no piece has two tokens, or a token is not in the vocabulary.
     """
-    if rounded.vocab_size != original.vocab_size:
+    if quantized.vocab_size != original.vocab_size:
         raise ModelError(
-            f"'{rounded.name}' has {rounded.vocab_size} tokens and '{original.name}' {original.vocab_size}. Expected "
-            "the model that it was rounded from."
+            f"'{quantized.name}' has {quantized.vocab_size} tokens and '{original.name}' {original.vocab_size}. "
+            "Expected the model that it was quantized from."
         )
-    longest = min(rounded.context_len, original.context_len, _PIECE_TOKENS)
+    longest = min(quantized.context_len, original.context_len, _PIECE_TOKENS)
     pieces = [text[i : i + longest] for text in texts for i in range(0, len(text), longest)]
     pieces = [each for each in pieces if len(each) > 1]
     if not pieces or any(token >= original.vocab_size for each in pieces for token in each):
         raise RequestError(
             "the held-out text has fewer than two tokens of this model. Pass another text, or the model's tokenizer."
         )
-    readers = [_Reader(model, longest) for model in (rounded, original)]
+    runners = [
+        Runner(model, num_slots=1, context_len=longest, max_nodes=1, prefill_chunk=longest)
+        for model in (quantized, original)
+    ]
     sums, count = torch.zeros(4, dtype=torch.float64), 0
     for done, tokens in enumerate(pieces):
         ids = torch.tensor(tokens[1:])
-        own, reference = (reader.log_probabilities(tokens[:-1]) for reader in readers)
+        own, reference = (_log_probabilities(runner, tokens[:-1]) for runner in runners)
         sums += torch.tensor([
             functional.nll_loss(own, ids, reduction="sum"),
             functional.nll_loss(reference, ids, reduction="sum"),
@@ -112,13 +111,8 @@ def compare_weights(
     )  # fmt: skip
 
 
-class _Reader:
-    def __init__(self, model: LoadedModel, longest: int) -> None:
-        self._runner = Runner(model, num_slots=1, context_len=longest, max_nodes=1, prefill_chunk=longest)
-
-    def log_probabilities(self, tokens: Sequence[int]) -> Tensor:
-        """Returns (T, V) float32 after each token of a text."""
-        work = Pass.of_chains([tokens], slots=[0], prefix_lens=[0]).with_all_logits()
-        logits = self._runner.run(work).logits
-        assert logits is not None, "all were asked for"
-        return logits.float().log_softmax(1)
+def _log_probabilities(runner: Runner, tokens: Sequence[int]) -> Tensor:
+    """Returns (T, V) float32 after each token of a text."""
+    logits = runner.run(Pass.of_chains([tokens], slots=[0], prefix_lens=[0]).with_all_logits()).logits
+    assert logits is not None, "all were asked for"
+    return logits.float().log_softmax(1)

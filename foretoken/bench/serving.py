@@ -57,8 +57,8 @@ class DraftCounts:
         """Verified drafts by acceptance length, the target's own token included; empty without `by_position`."""
         if not self.by_position:
             return Counter()
-        at_least = [self.drafts, *(self.by_position[place] for place in sorted(self.by_position)), 0]
-        return Counter({place: int(more - fewer) for place, (more, fewer) in enumerate(pairwise(at_least), start=1)})
+        at_least = [self.drafts, *(self.by_position[depth] for depth in sorted(self.by_position)), 0]
+        return Counter({length: int(more - fewer) for length, (more, fewer) in enumerate(pairwise(at_least), start=1)})
 
     def since(self, before: DraftCounts) -> DraftCounts:
         """Returns the counts that were added since `before`."""
@@ -66,7 +66,7 @@ class DraftCounts:
             self.drafts - before.drafts,
             self.draft_tokens - before.draft_tokens,
             self.accepted_tokens - before.accepted_tokens,
-            {place: count - before.by_position.get(place, 0) for place, count in self.by_position.items()},
+            {depth: count - before.by_position.get(depth, 0) for depth, count in self.by_position.items()},
         )
 
     def as_results(self) -> dict[str, Any]:
@@ -80,7 +80,7 @@ class DraftCounts:
             "spec_decode_draft_tokens": int(self.draft_tokens),
             "spec_decode_accepted_tokens": int(self.accepted_tokens),
             "spec_decode_per_position_acceptance_rates": [
-                self.by_position[place] / self.drafts for place in sorted(self.by_position)
+                self.by_position[depth] / self.drafts for depth in sorted(self.by_position)
             ],
         }
 
@@ -335,13 +335,13 @@ async def _send_all(
 ) -> list[Answer]:
     total, num_done = len(load.prompts), 0
     times = arrival_times(total, load.request_rate, burstiness=load.burstiness, seed=load.seed)
-    places = asyncio.Semaphore(load.max_concurrency or total)
+    slots = asyncio.Semaphore(load.max_concurrency or total)
     begin = time.perf_counter()
 
     async def send(index: int) -> Answer:
         nonlocal num_done
         await asyncio.sleep(begin + times[index] - time.perf_counter())
-        async with places:
+        async with slots:
             answer = await ask(client, PATHS[load.endpoint], load.body(index, model))
         num_done += 1
         on_progress(num_done, total)

@@ -12,10 +12,9 @@ speed of its questions over plain decoding's.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from statistics import fmean
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -23,7 +22,7 @@ import numpy as np
 from foretoken.core.errors import RequestError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Sequence
 
     from foretoken.core.records import StepRecord
     from foretoken.text.prompt_rows import PromptRow
@@ -55,8 +54,7 @@ class RequestRun:
     @property
     def acceptance_length(self) -> float | None:
         """Mean length of its passes; None without any."""
-        passes = self.lengths.total()
-        return sum(length * count for length, count in self.lengths.items()) / passes if passes else None
+        return _mean(self.lengths)
 
     @property
     def tokens_per_s(self) -> float | None:
@@ -125,15 +123,21 @@ def _figures(runs: Sequence[RequestRun], seconds: float) -> dict[str, Any]:
 
 def acceptance_rates(lengths: Counter[int]) -> dict[str, Any]:
     """Returns SPEED-Bench's figures of the lengths of passes: histogram, conditional and joint rates, all by length."""
-    places = range(1, max(+lengths, default=0) + 1)  # +: without lengths that never occurred
-    at_least = {place: sum(lengths[each] for each in places if each >= place) for place in places}
+    seen = range(1, max(+lengths, default=0) + 1)  # +: without lengths that never occurred
+    at_least = {length: sum(lengths[each] for each in seen if each >= length) for length in seen}
     total = lengths.total()
-    conditional = {str(place): at_least[place] / at_least.get(place - 1, total) for place in places}
     return {
-        "Acceptance_Length_Histogram": {str(place): lengths[place] for place in places},
-        "Conditional_Acceptance_Rate": conditional,
-        "Joint_Acceptance_Rate": {str(place): at_least[place] / total for place in places},
+        "Acceptance_Length_Histogram": {str(length): lengths[length] for length in seen},
+        "Conditional_Acceptance_Rate": {
+            str(length): at_least[length] / at_least.get(length - 1, total) for length in seen
+        },
+        "Joint_Acceptance_Rate": {str(length): at_least[length] / total for length in seen},
     }
+
+
+def _mean(lengths: Counter[int]) -> float | None:
+    passes = lengths.total()
+    return sum(length * count for length, count in lengths.items()) / passes if passes else None
 
 
 def _mean_length(runs: Sequence[RequestRun]) -> float | None:
@@ -153,13 +157,13 @@ def _statistics(values: Iterable[float]) -> dict[str, Any] | None:
 
 SUITE, ALL = "spec-bench", "all"
 _MT_BENCH = ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities")
-GROUPS: Mapping[str, str] = MappingProxyType(dict.fromkeys(_MT_BENCH, "mt-bench"))
+GROUPS = dict.fromkeys(_MT_BENCH, "mt-bench")
 """The leaderboard's name for categories of the file."""
 
-CATEGORIES: Mapping[str, str] = MappingProxyType({
+CATEGORIES = {
     "mt-bench": "mt-bench", "translation": "translation", "summarization": "summ.", "qa": "qa",
     "math_reasoning": "math", "rag": "rag",
-})  # fmt: skip
+}  # fmt: skip
 """The leaderboard's categories in its order, with headings of columns."""
 
 
@@ -186,20 +190,14 @@ def leaderboard(measured: Sequence[RequestRun], plain: Sequence[RequestRun]) -> 
 
 def _board_figures(measured: Sequence[RequestRun], plain: Sequence[RequestRun]) -> dict[str, Any]:
     speeds = _speeds(measured)
-    passes = sum(run.lengths.total() for run in measured)
-    tokens = sum(length * count for run in measured for length, count in run.lengths.items())
-    return {
-        "speed_up": fmean(speeds) / fmean(_speeds(plain)),
-        "tau": tokens / passes if passes else None,
-        "questions": len(speeds),
-    }
+    tau = _mean(sum((run.lengths for run in measured), Counter[int]()))
+    return {"speed_up": fmean(speeds) / fmean(_speeds(plain)), "tau": tau, "questions": len(speeds)}
 
 
 def _speeds(runs: Sequence[RequestRun]) -> list[float]:
     """Returns the tokens per second of each question."""
-    tokens: dict[int, int] = {}
-    seconds: dict[int, float] = {}
+    tokens, seconds = Counter[int](), defaultdict[int, float](float)
     for run in runs:
-        tokens[run.question] = tokens.get(run.question, 0) + run.num_tokens
-        seconds[run.question] = seconds.get(run.question, 0.0) + run.seconds
+        tokens[run.question] += run.num_tokens
+        seconds[run.question] += run.seconds
     return [tokens[question] / seconds[question] for question in tokens]

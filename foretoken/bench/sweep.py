@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from foretoken.bench.compare import SetupEngines, measure_rounds, note_surprise
 from foretoken.bench.grid import Point, Refused, Serving
-from foretoken.bench.workload import Asked, Workload, no_progress
+from foretoken.bench.workload import Asked, Workload
 from foretoken.core.errors import ConfigError, ForetokenError
 from foretoken.files.atomic_files import JournalFile, OutputDirectory, is_begun, new_file, told_as
 from foretoken.files.processes import is_lock
@@ -156,10 +156,10 @@ class PointResult:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> PointResult:
         """Reads a line of the journal; raises `TypeError` for any other mapping."""
-        quartiles = ("tokens_per_s", "plain_tokens_per_s", "speed_up", "tau_by_round")
-        read: dict[str, Any] = {key: Quartiles(**values[key]) for key in quartiles if key in values}
-        if "serving" in values:
-            read["serving"] = Serving(**values["serving"])
+        types: dict[str, Any] = dict.fromkeys(
+            ("tokens_per_s", "plain_tokens_per_s", "speed_up", "tau_by_round"), Quartiles
+        )
+        read = {key: kind(**values[key]) for key, kind in {**types, "serving": Serving}.items() if key in values}
         return cls(**{**values, **read})
 
     def as_columns(self) -> dict[str, Any]:
@@ -282,10 +282,10 @@ def run_sweep(
     results: SweepResults,
     load: Callable[[str], tuple[LoadedModel, Any]],
     *,
-    on_progress: Callable[[int, int], None] = no_progress,
-    on_results: Callable[[Sequence[PointResult]], None] | None = None,
-    on_refused: Callable[[Refused], None] | None = None,
-    is_stopped: Callable[[], bool] = lambda: False,
+    on_progress: Callable[[int, int], None],
+    on_results: Callable[[Sequence[PointResult]], None],
+    on_refused: Callable[[Refused], None],
+    is_stopped: Callable[[], bool],
 ) -> None:
     """Measures the points that the results lack.
 
@@ -313,8 +313,7 @@ def run_sweep(
     def refuse(point: Point, err: ForetokenError) -> None:
         refused = Refused(point, str(err))
         results.refuse(refused)
-        if on_refused is not None:
-            on_refused(refused)
+        on_refused(refused)
 
     for dtype, of_dtype in groupby(missing, key=lambda point: point.serving.dtype):
         model, tokenizer = load(dtype)
@@ -327,7 +326,7 @@ def run_sweep(
                 measured = measuring.measure(group, on_measured=count, on_refused=refuse)
                 for point, result in measured:
                     results.add(point, result)
-                if on_results is not None and measured:
+                if measured:
                     on_results([result for _, result in measured])
                 done = after  # refused points take no time
                 on_progress(done, total)

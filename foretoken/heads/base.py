@@ -10,14 +10,14 @@ Letters: E hidden size of the target, F features that a head reads, K steps, V v
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, ClassVar, NamedTuple, Unpack
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Unpack
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor, nn
 from typing_extensions import override
 
-from foretoken.decoder.native_linear import fast_linear, optimize_for_inference
+from foretoken.decoder.native_linear import fast_linear, linear_layer, optimize_for_inference
 from foretoken.heads.decoder_layer import (
     DecoderLayer,
     Heads,
@@ -162,6 +162,15 @@ def build_head(config: HeadConfig, **place: Unpack[Placement]) -> Head:
     module = import_module(f"foretoken.heads.{config.method}")
     head: Head = module.HEAD(config, **place)
     return head
+
+
+def stacked_layers(weight: Tensor, bias: Tensor | None, **options: Any) -> list[list[nn.Module]]:
+    """Returns the layers of a (K, L, rows, columns) stack, by head, for small-batch GEMMs; see `fast_linear`."""
+    biases = [[None] * weight.shape[1]] * len(weight) if bias is None else bias.detach()
+    return [
+        [fast_linear(linear_layer(*each), **options) for each in zip(of_head, rows, strict=True)]
+        for of_head, rows in zip(weight.detach(), biases, strict=True)
+    ]
 
 
 class StepHeadConfig(HeadConfig):

@@ -20,8 +20,8 @@ from torch.nn.functional import dropout, linear, silu
 from typing_extensions import override
 
 from foretoken.decoder.native_head import HeadStep, HeadSteps, LmHead
-from foretoken.decoder.native_linear import fast_linear, linear_layer, optimize_for_inference
-from foretoken.heads.base import IN_PLACE, StepHead, StepHeadConfig, WindowPositions
+from foretoken.decoder.native_linear import linear_layer, optimize_for_inference
+from foretoken.heads.base import IN_PLACE, StepHead, StepHeadConfig, WindowPositions, stacked_layers
 from foretoken.heads.decoder_layer import DecoderLayer, LayerConfig, Placement
 
 if TYPE_CHECKING:
@@ -154,13 +154,7 @@ class HydraHeads(StepHead):
             block.stack()
         optimize_for_inference(self.first, quantization=quantization, compacts=compacts)
         optimize_for_inference(self.lm_heads, quantization=quantization, compacts=compacts)
-        self._further = [
-            [
-                fast_linear(linear_layer(weight, bias), quantization=quantization, compacts=compacts)
-                for weight, bias in zip(weights, biases, strict=True)
-            ]
-            for weights, biases in zip(self.weight.detach(), self.bias.detach(), strict=True)
-        ]
+        self._further = stacked_layers(self.weight, self.bias, quantization=quantization, compacts=compacts)
         if quantization is not None:
             self.weight = nn.Parameter(self.weight.detach()[:0].clone(), requires_grad=False)
 

@@ -16,7 +16,7 @@ from typing_extensions import override
 
 from foretoken.decoder.native_head import HeadStep, HeadSteps, LmHead
 from foretoken.decoder.native_linear import fast_linear, linear_layer
-from foretoken.heads.base import StepHead, StepHeadConfig
+from foretoken.heads.base import StepHead, StepHeadConfig, stacked_layers
 
 if TYPE_CHECKING:
     from foretoken.decoder.quantized import Quantization
@@ -156,14 +156,7 @@ class MedusaHeads(StepHead):
     @override
     def optimize_for_inference(self, quantization: Quantization | None = None, *, compacts: bool = True) -> None:
         """Packs the weights; splits stacked blocks and LM heads into single layers."""
-        biases = [[None] * len(self.weight[0])] * len(self.weight) if self.bias is None else self.bias.detach()
-        self._quick_blocks = [
-            [
-                fast_linear(linear_layer(*each), quantization=quantization, compacts=compacts)
-                for each in zip(blocks, rows, strict=True)
-            ]
-            for blocks, rows in zip(self.weight.detach(), biases, strict=True)
-        ]
+        self._quick_blocks = stacked_layers(self.weight, self.bias, quantization=quantization, compacts=compacts)
         del self.weight
         self.bias = None
         for weight in [] if self.lm_head is None else self.lm_head.detach():

@@ -38,11 +38,7 @@ class RooflineCosts:
     target: ModelSizes
     machine: Machine
     host_s: float = HOST_S
-
-    @property
-    def error(self) -> float:
-        """See `IterationCosts`."""
-        return _ROOFLINE_ERROR
+    error: float = _ROOFLINE_ERROR
 
     def verify(self, draft: PlannedDraft, batch: int, context: float) -> float:
         """See `IterationCosts`."""
@@ -162,11 +158,7 @@ class MeasuredCosts:
     plain: Mapping[int, Iterations]
     free: Mapping[int, Iterations]
     drafters: Mapping[str, TimedDrafter]
-
-    @property
-    def error(self) -> float:
-        """See `IterationCosts`."""
-        return _MEASURED_ERROR
+    error: float = _MEASURED_ERROR
 
     @property
     def flops_per_s(self) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from foretoken.bench.plots import LIGHT, load_matplotlib, look_of, page_style
+from foretoken.bench.plots import LIGHT, legend_entries, load_matplotlib, look_of, page_style
 from foretoken.core.errors import ConfigError
 from foretoken.files.atomic_files import new_file, told_as
 from foretoken.planning.plan import best_depths
@@ -17,22 +17,19 @@ if TYPE_CHECKING:
 _PANEL = (4.6, 3.6)  # inches; a choice
 
 
-def check_picture(place: Path | None) -> None:
+def check_picture(path: Path | None) -> None:
     """Raises `ConfigError` if matplotlib is not installed, or a name does not end in .svg or .png; None for none."""
-    if place is None:
+    if path is None:
         return
-    if place.suffix not in (".svg", ".png"):
-        raise ConfigError(f"--out is '{place}'. Expected a name that ends in .svg or .png.")
+    if path.suffix not in (".svg", ".png"):
+        raise ConfigError(f"--out is '{path}'. Expected a name that ends in .svg or .png.")
     load_matplotlib()
 
 
-def write_picture(plan: Plan, place: Path, what: str) -> None:
+def write_picture(plan: Plan, path: Path, what: str) -> None:
     """Draws a plan into a file, which is replaced; raises `ConfigError` if it cannot be written.
 
-    Args:
-        plan: The plan.
-        place: A name that passes `check_picture`.
-        what: The conditions, shown below the title.
+    The path passes `check_picture`. `what`, the conditions, is shown below the title.
     """
     mpl = load_matplotlib()
     from matplotlib.figure import Figure
@@ -45,14 +42,11 @@ def write_picture(plan: Plan, place: Path, what: str) -> None:
         panels = figure.subplots(1, len(plan.pages), squeeze=False, sharey=True)[0]
         for axes, page in zip(panels, plan.pages, strict=True):
             _draw(axes, page)
-        entries: dict[str, Any] = {}
-        for axes in panels:
-            for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
-                entries.setdefault(label, handle)
+        entries = legend_entries(panels)
         figure.legend(entries.values(), entries, loc="outside right upper", frameon=False, fontsize=8.5)
-        dateless = {"Date": None} if place.suffix == ".svg" else None
-        with told_as(ConfigError, f"'{place}'", "Make room, or choose another --out."), new_file(place) as new:
-            figure.savefig(new, format=place.suffix[1:], dpi=160, metadata=dateless)
+        dateless = {"Date": None} if path.suffix == ".svg" else None
+        with told_as(ConfigError, f"'{path}'", "Make room, or choose another --out."), new_file(path) as new:
+            figure.savefig(new, format=path.suffix[1:], dpi=160, metadata=dateless)
 
 
 def _draw(axes: Any, page: Page) -> None:

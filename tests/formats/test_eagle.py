@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny_eagles import EAGLE, LAYER, LLAMA, TARGET, eagle, eagle3, layer, restate
+from tiny_eagles import EAGLE, LAYER, LLAMA, TARGET, eagle, layer, restate
 from tiny_heads import (
     LINEAR,
     E,
@@ -28,7 +28,7 @@ from tiny_heads import (
 )
 from torch.nn.functional import rms_norm, silu
 
-from foretoken.core.errors import ConfigError, ModelError
+from foretoken.core.errors import ModelError
 from foretoken.formats.checkpoint import TargetFingerprint, TargetInfo, TargetWeights
 from foretoken.formats.conversion import EAGLE_CODE, FALCON_CODE
 from foretoken.formats.registry import head_readers, read_head, write_head
@@ -207,11 +207,6 @@ def test_a_head_for_another_target_is_refused(tmp_path: Path) -> None:
     write_files(tmp_path, EAGLE, LLAMA)
     with pytest.raises(ModelError, match="has hidden_size 8 instead of 16, which is the target's"):
         read_head(tmp_path, target=TargetFingerprint(hidden_size=2 * E, vocab_size=V))
-
-
-def test_other_methods_have_no_room(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"cannot hold a head of method 'eagle3'. Expected eagle"):
-        write_head("eagle", random_head(eagle3()), tmp_path)
 
 
 @pytest.mark.parametrize(

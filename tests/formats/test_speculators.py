@@ -14,7 +14,6 @@ from tiny_eagles import (
     EAGLE,
     LAYER,
     LLAMA,
-    OFFSETS,
     TARGET,
     TOKENS,
     VD,
@@ -185,26 +184,12 @@ def test_one_error_names_everything(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("tensors", "config", "message"),
-    [
-        ({"layers.0.self_attn.q_norm.weight": (4,)}, {}, r"norms queries and keys \(q_norm, k_norm\)"),
-        ({"layers.1.input_layernorm.weight": (E,)}, {}, "has several decoder layers"),
-        ({}, {"transformer_layer_config": None}, "transformer_layer_config of .* is None"),
-        ({}, {"transformer_layer_config": LLAMA | {"layer_types": ["sliding_attention"]}}, "sliding window"),
-    ],
+    ("block", "message"),
+    [(None, "transformer_layer_config of .* is None"), (LLAMA | {"layer_types": ["sliding_attention"]}, "window")],
 )
-def test_what_is_computed_otherwise_is_refused(
-    tmp_path: Path, tensors: dict[str, Any], config: dict[str, Any], message: str
-) -> None:
-    write_eagle3(tmp_path, SHAPES | tensors, CONFIG | config)
+def test_blocks_that_are_no_llamas_are_refused(tmp_path: Path, block: Any, message: str) -> None:
+    write_eagle3(tmp_path, SHAPES, CONFIG | {"transformer_layer_config": block})
     with pytest.raises(ModelError, match=message):
-        read_head(tmp_path)
-
-
-@pytest.mark.parametrize("offsets", [OFFSETS + 1, torch.zeros(VD, dtype=torch.int64)])
-def test_hostile_maps(tmp_path: Path, offsets: torch.Tensor) -> None:
-    write_eagle3(tmp_path, SHAPES, CONFIG, d2t=offsets)
-    with pytest.raises(ModelError, match="d2t of"):
         read_head(tmp_path)
 
 
