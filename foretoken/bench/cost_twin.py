@@ -16,15 +16,16 @@ from __future__ import annotations
 import os
 import shutil
 from dataclasses import dataclass, replace
+from itertools import chain
 from math import prod
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 
 from foretoken.bench.padding import Fill, PaddedModel, Padding, exactly, fingerprint, growth, open_model, padded_head
+from foretoken.bench.quality import all_logits
 from foretoken.bench.workload import no_progress
 from foretoken.core.errors import ConfigError, ModelError
-from foretoken.core.passes import Pass
 from foretoken.core.sampling_params import SamplingParams
 from foretoken.drafters.registry import create_drafter, drafter_options
 from foretoken.entrypoints.llm import LLM
@@ -335,17 +336,14 @@ def check_twin(
     target = next(part for part in parts if part.role == TARGET)
     drafters = [part for part in parts if part.role != TARGET]
     dtypes = ["bfloat16"] if target.num_parameters > _WIDEST_FLOAT32 else ["float32", "bfloat16"]
-    total = len(dtypes) * 2 + len(drafters)
     checks: list[TwinCheck] = []
     for dtype in dtypes:
         pair = [load_model(str(path), dtype=dtype, device="cpu") for path in (target.source, target.path)]
-        checks.append(_logits(pair, prompts))
-        on_progress(len(checks), total)
-        checks.append(_decoded(pair, prompts, None, max_tokens))
-        on_progress(len(checks), total)
-        for part in drafters if dtype == dtypes[-1] else ():
-            checks.append(_decoded(pair, prompts, part, max_tokens))
-            on_progress(len(checks), total)
+        compared = [None, *(drafters if dtype == dtypes[-1] else ())]
+        decoded = (_decoded(pair, prompts, part, max_tokens) for part in compared)
+        for check in chain([_logits(pair, prompts)], decoded):
+            checks.append(check)
+            on_progress(len(checks), len(dtypes) * 2 + len(drafters))
     return checks
 
 
@@ -353,11 +351,7 @@ def _logits(pair: Sequence[LoadedModel], prompts: Sequence[Sequence[int]]) -> Tw
     difference, largest = 0.0, 0.0
     runners = [Runner(model, num_slots=1, context_len=max(map(len, prompts)), max_nodes=1) for model in pair]
     for prompt in prompts:
-        work = Pass.of_chains([list(prompt)], slots=[0], prefix_lens=[0])
-        work = replace(work, logit_rows=torch.arange(len(prompt)))
-        ours, theirs = (runner.run(work).logits for runner in runners)
-        assert ours is not None, "all rows are asked for"
-        assert theirs is not None, "all rows are asked for"
+        ours, theirs = (all_logits(runner, prompt) for runner in runners)
         difference = max(difference, float((ours - theirs).abs().max()))
         largest = max(largest, float(ours.abs().max()))
     is_exact = all(runner.is_exact for runner in runners)

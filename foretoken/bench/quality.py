@@ -95,7 +95,7 @@ def compare_weights(
     sums, count = torch.zeros(4, dtype=torch.float64), 0
     for done, tokens in enumerate(pieces):
         ids = torch.tensor(tokens[1:])
-        own, reference = (_log_probabilities(runner, tokens[:-1]) for runner in runners)
+        own, reference = (all_logits(runner, tokens[:-1]).float().log_softmax(1) for runner in runners)
         sums += torch.tensor([
             functional.nll_loss(own, ids, reduction="sum"),
             functional.nll_loss(reference, ids, reduction="sum"),
@@ -111,8 +111,8 @@ def compare_weights(
     )  # fmt: skip
 
 
-def _log_probabilities(runner: Runner, tokens: Sequence[int]) -> Tensor:
-    """Returns (T, V) float32 after each token of a text."""
+def all_logits(runner: Runner, tokens: Sequence[int]) -> Tensor:
+    """Returns (T, V) logits after each token of a text."""
     logits = runner.run(Pass.of_chains([tokens], slots=[0], prefix_lens=[0]).with_all_logits()).logits
     assert logits is not None, "all were asked for"
-    return logits.float().log_softmax(1)
+    return logits
