@@ -252,19 +252,22 @@ def is_targets(tensor: Tensor, other: Tensor) -> bool:
     return tensor.shape == other.shape and torch.equal(tensor, other.to("cpu", tensor.dtype))
 
 
+def warn(name: str, what: str) -> None:
+    """Warns of something suspicious in the file or directory `name`."""
+    logging.getLogger(__name__).warning("%s: %s", name, what)
+
+
 def warn_of_embedding(weights: Weights, key: str, target: TargetInfo) -> None:
     """Warns if a file's embedding differs from the target's."""
     if target.weights is not None and not is_targets(weights.fetch([key])[key], target.weights.embedding):
-        logging.getLogger(__name__).warning("%s: %s is not the target's embedding", weights.name, key)
+        warn(weights.name, f"{key} is not the target's embedding")
 
 
-def warn_of_counts(name: str, config: Mapping[str, Any], found: Mapping[str, int]) -> None:
+def warn_of_counts(name: str, config: Mapping[str, Any], found: Mapping[str, Any]) -> None:
     """Warns where config.json counts differ from `found`, the counts in the tensors."""
     for key, number in found.items():
         if config.get(key) not in (None, number):
-            logging.getLogger(__name__).warning(
-                "%s: config.json says %s %s, the tensors say %s", name, key, config[key], number
-            )
+            warn(name, f"config.json says {key} {config[key]}, the tensors say {number}")
 
 
 def dtype_name(dtype: torch.dtype) -> str:

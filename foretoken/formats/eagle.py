@@ -13,7 +13,6 @@ Letters: E hidden size of the target, W width of the block, V vocabulary, Vd voc
 
 from __future__ import annotations
 
-import logging
 import re
 from typing import TYPE_CHECKING, Any, cast
 
@@ -146,10 +145,8 @@ def misread_block(config: LayerConfig, *, width: int) -> str | None:
 def warn_of_base(name: str, config: LayerConfig) -> None:
     """Warns of a rotary base that the authors' code ignores, in case the head was trained there."""
     if config.rope_scaling is not None and config.rope_theta != _THETA:
-        logging.getLogger(__name__).warning(
-            "%s: rope_theta is %g here; beside rope_scaling EAGLE's own code takes %g, whatever config.json says",
-            name, config.rope_theta, _THETA,
-        )  # fmt: skip
+        theirs = f"beside rope_scaling EAGLE's own code takes {_THETA:g}, whatever config.json says"
+        conversion.warn(name, f"rope_theta is {config.rope_theta:g} here; {theirs}")
 
 
 def vocabulary(weights: Weights, stated: Mapping[str, Any], target: TargetInfo, *, keys: tuple[str, ...]) -> int:
@@ -276,10 +273,7 @@ def _read_head(files: HeadFiles, target: TargetInfo) -> HeadCheckpoint:
         weights, wrapped if isinstance(wrapped, dict) else config, target, fc="fc", layer=LAYER,
         num_steps=conversion.own_entry(config, "num_steps"), has_bias=conversion.own_entry(config, "has_bias"),
     )  # fmt: skip
-    if config.get("eagle_fc_bias", sizes.has_bias) is not sizes.has_bias:
-        logging.getLogger(__name__).warning(
-            "%s: config.json says eagle_fc_bias %s, the tensors say %s", name, config["eagle_fc_bias"], sizes.has_bias
-        )
+    conversion.warn_of_counts(name, config, {"eagle_fc_bias": sizes.has_bias})
     if conversion.own_entry(config, "num_steps") is None:
         warn_of_base(name, sizes.layer)
     return conversion.finished(files, sizes, tensors, target)
@@ -382,7 +376,7 @@ def _compare_shared(weights: Weights, keys: list[str], target: TargetInfo) -> No
     if LM_HEAD not in keys:
         return
     if target.weights is None:
-        logging.getLogger(__name__).warning("%s: %s is taken for the target's", weights.name, LM_HEAD)
+        conversion.warn(weights.name, f"{LM_HEAD} is taken for the target's")
     elif not conversion.is_targets(weights.fetch([LM_HEAD])[LM_HEAD], target.weights.lm_head):
         raise ModelError(
             f"'{weights.name}' has an LM head of its own, and heads of EAGLE-1 and -2 are read by the target's. "

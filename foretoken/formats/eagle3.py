@@ -7,7 +7,6 @@ neither: their code reads the boundaries 2, L // 2 and L - 3 of L blocks.
 
 from __future__ import annotations
 
-import logging
 import re
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
@@ -238,15 +237,14 @@ def _read_head(files: HeadFiles, target: TargetInfo) -> HeadCheckpoint:
     outer = boundaries_of(name, config.get(LAYER_IDS))
     stated = outer if ids is None else boundaries_of(name, ids, shift=1)
     if None not in (stated, outer) and stated != outer:
-        logging.getLogger(__name__).warning(
-            "%s: its taps are boundaries %s by eagle_config, as SGLang reads them, and %s outside of it, as vLLM does; "
-            "the first are taken", name, stated, outer,
-        )  # fmt: skip
+        conversion.warn(
+            name,
+            f"its taps are boundaries {stated} by eagle_config, as SGLang reads them, and {outer} outside of it, as "
+            "vLLM does; the first are taken",
+        )
     layer = "midlayer" if weights.matches(_MID_LAYER) else "layers.0"
-    steps, is_specforge = (
-        conversion.own_entry(config, "num_steps"),
-        bool(of_specforge) or config.get("architectures") == [_CLASS],
-    )
+    steps = conversion.own_entry(config, "num_steps")
+    is_specforge = bool(of_specforge) or config.get("architectures") == [_CLASS]
     sizes, tensors = read_eagle3(
         files, weights, config, target, layer=layer, boundaries=stated,
         norm_before_residual=flag(name, config, "norm_before_residual"),
@@ -320,15 +318,14 @@ def _feeds_normed(name: str, config: Mapping[str, Any], *, is_specforge: bool) -
                 f"'{name}' has norm_output false: its LM head reads what is before the norm. Expected true."
             )
         if says is not None and conversion.own_entry(config, "num_steps") is None:
-            logging.getLogger(__name__).warning(
-                "%s: norm_output is taken as SpecForge means it, for the LM head alone; in EAGLE-3.1 the next step "
-                "would read the normed output as well", name,
-            )  # fmt: skip
+            conversion.warn(
+                name,
+                "norm_output is taken as SpecForge means it, for the LM head alone; in EAGLE-3.1 the next step would "
+                "read the normed output as well",
+            )
         return False
     if is_on:
-        logging.getLogger(__name__).warning(
-            "%s: norm_output is taken as EAGLE-3.1 means it: the next step reads the normed output", name
-        )
+        conversion.warn(name, "norm_output is taken as EAGLE-3.1 means it: the next step reads the normed output")
     return is_on
 
 

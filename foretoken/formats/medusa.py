@@ -18,7 +18,6 @@ The published form is `{head}.{layer}.linear.*`, an LM head each, alone or in a 
 
 from __future__ import annotations
 
-import logging
 import re
 from dataclasses import dataclass
 from math import prod
@@ -75,8 +74,8 @@ class MedusaNames:
                 places[self.lm_head.format(head=head, layers=config.num_layers)] = Place("lm_head", (head,))
         return places
 
-    def sizes(self, weights: Weights) -> dict[str, Any]:
-        """Returns fields of `MedusaConfig`, and `rows` of the LM heads or None; raises `ModelError` if unknown."""
+    def sizes(self, weights: Weights) -> tuple[dict[str, Any], int | None]:
+        """Returns fields of `MedusaConfig`, and the rows of the LM heads or None; raises `ModelError` if unknown."""
         blocks, lm_heads = self.match(weights)
         name, shapes = weights.name, weights.shapes
         keys = [match[0] for match in blocks if match["kind"] == "weight"] + [match[0] for match in lm_heads]
@@ -87,7 +86,7 @@ class MedusaNames:
             ]
         num_layers = conversion.count(layers, name=name, what="layers")
         rows = [shapes[match[0]][0] for match in lm_heads if len(shapes[match[0]]) == 2]
-        return {
+        sizes = {
             "num_heads": conversion.count((int(match["head"]) for match in blocks + lm_heads), name=name, what="heads"),
             "num_layers": num_layers,
             "hidden_size": conversion.most_common(
@@ -95,16 +94,15 @@ class MedusaNames:
             ),
             "has_bias": num_layers == 0 or any(match["kind"] == "bias" for match in blocks),
             "own_lm_head": bool(lm_heads),
-            "rows": conversion.most_common(rows, name=name, what="vocabulary") if lm_heads else None,
         }
+        return sizes, conversion.most_common(rows, name=name, what="vocabulary") if lm_heads else None
 
     def config(self, weights: Weights, *, vocab_size: int | None) -> MedusaConfig:
         """Returns the configuration from a file's tensors; vocab_size: for heads without LM heads.
 
         Raises `ModelError` if the tensors do not tell it.
         """
-        sizes = self.sizes(weights)
-        rows = sizes.pop("rows")
+        sizes, rows = self.sizes(weights)
         vocab = rows or conversion.most_common([vocab_size] if vocab_size else [], name=weights.name, what=_VOCABULARY)
         return conversion.make_config(MedusaConfig, weights.name, vocab_size=vocab, **sizes)
 
@@ -269,7 +267,7 @@ def _read_gorgon(files: HeadFiles, target: TargetInfo) -> HeadCheckpoint:
         norm = known.norm.cpu().float()
         for key, tensor in weights.fetch(norms).items():
             if tensor.shape != norm.shape or not torch.allclose(tensor.float(), norm, rtol=1e-2, atol=1e-3):
-                logging.getLogger(__name__).warning("%s: %s is not the target's last norm", weights.name, key)
+                conversion.warn(weights.name, f"{key} is not the target's last norm")
     tensors = conversion.read_tensors(weights, _GORGON.table(sizes), sizes, ignored=norms)
     return conversion.finished(files, sizes, tensors, target)
 
@@ -295,19 +293,21 @@ def _read_vllm(files: HeadFiles, target: TargetInfo) -> HeadCheckpoint:
         )
     prefix = _VLLM_PREFIX if _VLLM_NAMES.prefixed(_VLLM_PREFIX).recognises(weights) else ""
     names, map_key, shared_key = _VLLM_NAMES.prefixed(prefix), f"{prefix}token_map", _shared_key(files, prefix)
-    sizes = names.sizes(weights) if names.recognises(weights) else _sizes_without_blocks(files)
-    rows = next(iter(weights.shapes.get(shared_key, ())), None) if shared_key else sizes["rows"]
-    sizes |= {"rows": None, "own_lm_head": shared_key is None, "vocab_size": rows or _stated_vocab_size(config)}
+    sizes, rows = names.sizes(weights) if names.recognises(weights) else (_sizes_without_blocks(files), None)
+    if shared_key is not None:
+        rows = next(iter(weights.shapes.get(shared_key, ())), None)
+    vocab_size = config.get("vocab_size", _DEFAULT_VOCAB_SIZE)
+    sizes |= {"own_lm_head": shared_key is None, "vocab_size": rows or vocab_size}
     if sizes["num_layers"] == 0:
         sizes["has_bias"] = conversion.own_entry(config, "has_bias", default=True)
     sizes["has_bias"] |= config.get("medusa_fc_bias") is True
-    stored = conversion.make_config(MedusaConfig, name, **{key: size for key, size in sizes.items() if key != "rows"})
+    stored = conversion.make_config(MedusaConfig, name, **sizes)
     extra: dict[str, tuple[int, ...]] = {}
-    stated = config.get("truncated_vocab_size")
+    truncated = config.get("truncated_vocab_size")
     if map_key in weights.shapes:
         extra[map_key] = (prod(weights.shapes[map_key]),)
-    elif isinstance(stated, int) and stated < _stated_vocab_size(config):
-        extra[map_key] = (stated,)  # the map tells which tokens the rows are
+    elif isinstance(truncated, int) and truncated < vocab_size:
+        extra[map_key] = (truncated,)  # the map tells which tokens the rows are
     if shared_key is not None:
         extra[shared_key] = (stored.vocab_size, stored.hidden_size)
     tensors = conversion.read_tensors(weights, names.table(stored), stored, extra=extra)
@@ -315,7 +315,7 @@ def _read_vllm(files: HeadFiles, target: TargetInfo) -> HeadCheckpoint:
     shared = others.get(shared_key or "")
     _warn_of_vllm(name, config, stored, has_map=map_key in others)
     if map_key in others:
-        full = _with_token_map(name, config, stored, tensors, others[map_key], shared)
+        full = _with_token_map(name, vocab_size, stored, tensors, others[map_key], shared)
     elif shared is not None:
         full = _with_shared_lm_head(name, stored, tensors, shared, target)
     else:
@@ -381,18 +381,12 @@ def _sizes_without_blocks(files: HeadFiles) -> dict[str, Any]:
         "num_layers": 0,
         "hidden_size": shape[1] if len(shape) == 2 else 0,
         "has_bias": True,
-        "own_lm_head": False,
-        "rows": None,
     }
-
-
-def _stated_vocab_size(config: Mapping[str, Any]) -> Any:
-    return config.get("vocab_size", _DEFAULT_VOCAB_SIZE)
 
 
 def _with_token_map(
     name: str,
-    config: Mapping[str, Any],
+    vocab_size: Any,
     stored: MedusaConfig,
     tensors: dict[str, Tensor],
     token_map: Tensor,
@@ -400,12 +394,8 @@ def _with_token_map(
 ) -> MedusaConfig:
     """Places LM heads over part of the vocabulary; cuts those over all of it, as vLLM does."""
     drafted, rows = token_map.numel(), stored.vocab_size
-    full = conversion.make_config(
-        MedusaConfig,
-        name,
-        **stored.model_dump()
-        | {"vocab_size": _stated_vocab_size(config), "own_lm_head": True, "draft_vocab_size": drafted},
-    )
+    changes = {"vocab_size": vocab_size, "own_lm_head": True, "draft_vocab_size": drafted}
+    full = conversion.make_config(MedusaConfig, name, **stored.model_dump() | changes)
     vocab = full.vocab_size
     token_map = token_map.to(torch.int64)
     conversion.check_token_map(name, token_map, vocab)
@@ -424,7 +414,7 @@ def _with_shared_lm_head(
 ) -> MedusaConfig:
     known = target.weights
     if known is None:
-        logging.getLogger(__name__).warning("%s: its LM head is taken to be the target's", name)
+        conversion.warn(name, "its LM head is taken to be the target's")
         return stored
     if known.is_plain and known.lm_head_bias is None and torch.equal(known.lm_head.to("cpu", shared.dtype), shared):
         return stored
@@ -440,7 +430,7 @@ def _warn_of_vllm(name: str, config: Mapping[str, Any], found: MedusaConfig, *, 
         counts["vocab_size"] = found.vocab_size
     conversion.warn_of_counts(name, config, counts)
     if found.has_bias and layers and config.get("medusa_fc_bias") is not True:
-        logging.getLogger(__name__).warning("%s: it has biases, which vLLM drops: medusa_fc_bias is not set", name)
+        conversion.warn(name, "it has biases, which vLLM drops: medusa_fc_bias is not set")
 
 
 FORMATS = (

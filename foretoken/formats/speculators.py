@@ -7,7 +7,6 @@ name. Taps are boundaries, as here. Heads of EAGLE-1 and -2 call the block `tran
 
 from __future__ import annotations
 
-import logging
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
@@ -56,10 +55,11 @@ def _read_head(files: HeadFiles, target: TargetInfo) -> HeadCheckpoint:
         return conversion.finished(named, sizes, tensors, target)
     boundaries = boundaries_of(name, config.get(LAYER_IDS))
     if boundaries is not None and boundaries[0] == 1:
-        logging.getLogger(__name__).warning(
-            "%s: taps %s are taken as boundaries, and files of SpecForge name the layer before instead: if it comes "
-            "from there, they should be %s", name, boundaries, [one + 1 for one in boundaries],
-        )  # fmt: skip
+        conversion.warn(
+            name,
+            f"taps {boundaries} are taken as boundaries, and files of SpecForge name the layer before instead: if it "
+            f"comes from there, they should be {[one + 1 for one in boundaries]}",
+        )
     steps = conversion.own_entry(config, "num_steps", default=_steps(config))
     weights = _without_output_bias(without_prefix(files), stated)
     eagle3_sizes, tensors = read_eagle3(
@@ -166,10 +166,11 @@ def _steps(config: Mapping[str, Any]) -> Any:
 def _norm_before_residual(name: str, config: Mapping[str, Any]) -> bool:
     """Returns the file's value, else the default of speculators, which differs from vLLM's."""
     if config.get("norm_before_residual") is None:
-        logging.getLogger(__name__).warning(
-            "%s: norm_before_residual is missing and taken to be false, as speculators does; vLLM takes it to be true. "
-            "Set it as the head was trained", name,
-        )  # fmt: skip
+        conversion.warn(
+            name,
+            "norm_before_residual is missing and taken to be false, as speculators does; vLLM takes it to be true. Set "
+            "it as the head was trained",
+        )
     return flag(name, config, "norm_before_residual")
 
 

@@ -10,7 +10,6 @@ runtime without these faults, and for one rank equal the port's.
 
 from __future__ import annotations
 
-import logging
 import re
 from typing import TYPE_CHECKING, Any
 
@@ -256,7 +255,7 @@ def _vocab_size(name: str, config: Mapping[str, Any], rows: int) -> int:
     stated = config.get("vocab_size")
     if isinstance(stated, int) and 0 <= rows - stated < _MOST_PADDING:
         return stated
-    logging.getLogger(__name__).warning("%s: config.json says vocab_size %s, the tensors say %s", name, stated, rows)
+    conversion.warn(name, f"config.json says vocab_size {stated}, the tensors say {rows}")
     return rows
 
 
