@@ -17,6 +17,7 @@ from foretoken.sampling.noise import KeyedNoise, Purpose, derive_seed
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
+    from foretoken.core.results import RequestOutput
     from foretoken.core.sampling_params import SamplingParams
     from foretoken.entrypoints.config import Setup
     from foretoken.models.loading import LoadedModel
@@ -85,29 +86,38 @@ def verify_setups(
         expected = plain.generate(prompts, params)
         progress.end_run()
         if with_transformers and temperature == 0:
-            judge = Judge(model, "transformers generate", plain.target.name, plain.target.choice, 1, params[0])
             found = []
-            for index, want in enumerate(expected):
+            for want in expected:
                 ids = generate_plain(model.module, want.prompt_token_ids, workload.max_tokens)
                 if want.outputs[0].finish_reason == "stop":  # at the end-of-sequence token, which `ids` go on after
                     ids = ids[: len(want.outputs[0].token_ids)]
-                found.append(judge.compare(index, want.prompt_token_ids, want.outputs[0].token_ids, ids, 1.0))
-            yield found
+                found.append((ids, 1.0))
+            yield _judged(model, "transformers generate", plain, params, expected, found)
         for setup in setups:
             config = setup.with_references(expected)
             for batch_size in batch_sizes:
                 llm = engine(speculative_config=config, max_num_seqs=batch_size)
-                found = []
-                for index, (got, want) in enumerate(zip(llm.generate(prompts, params), expected, strict=True)):
-                    tau = got.metrics.mean_acceptance_length
-                    judge = Judge(model, setup.name, llm.target.name, llm.target.choice, batch_size, params[index])
-                    found.append(
-                        judge.compare(
-                            index, want.prompt_token_ids, want.outputs[0].token_ids, got.outputs[0].token_ids, tau
-                        )
-                    )
+                outputs = llm.generate(prompts, params)
+                found = [(got.outputs[0].token_ids, got.metrics.mean_acceptance_length) for got in outputs]
                 progress.end_run()
-                yield found
+                yield _judged(model, setup.name, llm, params, expected, found, batch_size)
+
+
+def _judged(
+    model: LoadedModel,
+    setup: str,
+    llm: LLM,
+    params: Sequence[SamplingParams],
+    expected: Sequence[RequestOutput],
+    found: Sequence[tuple[list[int], float]],
+    batch_size: int = 1,
+) -> list[Comparison]:
+    """Compares every prompt's output with the expected one; found: token ids and acceptance lengths of one setup."""
+    comparisons = []
+    for index, (want, (ids, tau)) in enumerate(zip(expected, found, strict=True)):
+        judge = Judge(model, setup, llm.target.name, llm.target.choice, batch_size, params[index])
+        comparisons.append(judge.compare(index, want.prompt_token_ids, want.outputs[0].token_ids, ids, tau))
+    return comparisons
 
 
 @dataclass(frozen=True, slots=True)

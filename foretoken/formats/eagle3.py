@@ -76,12 +76,7 @@ def read_eagle3(
     _check_boundaries(name, boundaries, target)
     vocab_size = eagle.vocabulary(weights, stated, target, keys=(IS_DRAFTED, EMBEDDING))
     rows = eagle.rows_of(shapes, LM_HEAD)
-    if config.get("draft_vocab_size") not in (None, rows):
-        raise ModelError(
-            f"draft_vocab_size of '{name}' is {shown(config['draft_vocab_size'])}, and its LM head has {rows} rows. "
-            "Expected the same."
-        )
-    tokens = _token_map(weights, rows, vocab_size)
+    tokens = _token_map(weights, config, rows, vocab_size)
     is_own, is_shared = _embedding(weights, config, target, is_narrower=width != hidden)
     sizes = conversion.make_config(
         Eagle3Config,
@@ -170,9 +165,14 @@ def _check_boundaries(name: str, boundaries: list[int], target: TargetInfo) -> N
         raise ModelError(f"'{name}' reads boundaries {boundaries} of its target. Expected them in 0..{last}.")
 
 
-def _token_map(weights: Weights, rows: int | None, vocab_size: int) -> Tensor | None:
+def _token_map(weights: Weights, config: Mapping[str, Any], rows: int | None, vocab_size: int) -> Tensor | None:
     """Returns (Vd,), the token of each row of the LM head, or None if the rows are all tokens in order."""
     name, shapes = weights.name, weights.shapes
+    if config.get("draft_vocab_size") not in (None, rows):
+        raise ModelError(
+            f"draft_vocab_size of '{name}' is {shown(config['draft_vocab_size'])}, and its LM head has {rows} rows. "
+            "Expected the same."
+        )
     if OFFSETS not in shapes:
         if rows is not None and rows < vocab_size:
             raise ModelError(

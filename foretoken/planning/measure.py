@@ -24,7 +24,7 @@ from foretoken.entrypoints.llm import LLM
 from foretoken.planning.acceptance import Curve
 from foretoken.planning.costs import Iterations, MeasuredCosts, TimedDrafter, TimedPasses
 from foretoken.planning.plan import PlannedDraft
-from foretoken.planning.sizes import sizes_of
+from foretoken.planning.sizes import ModelSizes, sizes_of
 from foretoken.runner.costs import COSTS_PREFIX, CostCurve, PassCosts, measure_costs
 
 if TYPE_CHECKING:
@@ -253,39 +253,42 @@ def measure(
             f"{workload.max_tokens} output tokens are too few to time iterations. Expected more: pass --max-tokens 64."
         )
     target = sizes_of(model.module, model.config, model.dtype.itemsize)
-    costs, curves = {}, []
-    for temperature in workload.temperatures:
-        means = {
-            (name, batch): observed.means(passes, context)
-            for (name, at, batch), observed in seen.items()
-            if at == temperature and observed.iterations
-        }
-        drafters = {}
-        for name, timed_lines in lines.items():
-            own = means.get((name, 1))
-            # A lookup may find nothing in the text on which drafts are timed.
-            its = timed_lines or ({} if own is None else {1: (own.draft_s, 0.0)})
-            if its:
-                depth = _depth(seen, name, temperature)
-                drafters[name] = TimedDrafter(lines=its, seen=own, seen_depth=depth)
-        costs[temperature] = MeasuredCosts(
-            target=target,
-            passes=passes,
-            plain={batch: each for (name, batch), each in means.items() if name == PLAIN},
-            free={batch: each for (name, batch), each in means.items() if name == FREE},
-            drafters=drafters,
-        )
-        if has_acceptance:
-            what = f"measured, {len(workload.prompts)} prompts, {workload.max_tokens} tokens each"
-            curves += [
-                curve_of(name, temperature, seen[name, temperature, 1].texts, what) for name in engines if name != PLAIN
-            ]
+    temperatures = workload.temperatures
+    costs = {at: _costs_at(at, seen, lines, target=target, passes=passes, context=context) for at in temperatures}
+    curves = []
+    if has_acceptance:
+        what = f"measured, {len(workload.prompts)} prompts, {workload.max_tokens} tokens each"
+        drafters = [name for name in engines if name != PLAIN]
+        curves = [curve_of(name, at, seen[name, at, 1].texts, what) for at in temperatures for name in drafters]
     return Measured(costs, curves, context, decoder)
 
 
-def _depth(seen: Mapping[tuple[str, float, int], Observed], name: str, temperature: float) -> int:
-    observed = seen.get((name, temperature, 1))
-    return 0 if observed is None else observed.draft.depth
+def _costs_at(
+    temperature: float,
+    seen: Mapping[tuple[str, float, int], Observed],
+    lines: Mapping[str, Mapping[int, tuple[float, float]]],
+    *,
+    target: ModelSizes,
+    passes: TimedPasses,
+    context: float,
+) -> MeasuredCosts:
+    observed = {(name, batch): each for (name, at, batch), each in seen.items() if at == temperature}
+    means = {key: each.means(passes, context) for key, each in observed.items() if each.iterations}
+    drafters = {}
+    for name, timed in lines.items():
+        own = means.get((name, 1))
+        # A lookup may find nothing in the text on which drafts are timed.
+        its = timed or ({} if own is None else {1: (own.draft_s, 0.0)})
+        if its:
+            depth = observed[name, 1].draft.depth if (name, 1) in observed else 0
+            drafters[name] = TimedDrafter(lines=its, seen=own, seen_depth=depth)
+    return MeasuredCosts(
+        target=target,
+        passes=passes,
+        plain={batch: each for (name, batch), each in means.items() if name == PLAIN},
+        free={batch: each for (name, batch), each in means.items() if name == FREE},
+        drafters=drafters,
+    )
 
 
 def _observe(
