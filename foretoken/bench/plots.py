@@ -18,17 +18,16 @@ if TYPE_CHECKING:
 
 
 class Theme(NamedTuple):
-    """Colours of a page: background, text, grid, and the area of slow-downs."""
+    """Colours of a page: background, text and grid."""
 
     name: str
     page: str
     text: str
     grid: str
-    slower: str
 
 
-LIGHT = Theme("", "#ffffff", "#1f2328", "#d8dee4", "#f3f4f6")
-DARK = Theme("-dark", "#0d1117", "#d1d7e0", "#30363d", "#161b22")
+LIGHT = Theme("", "#ffffff", "#1f2328", "#d8dee4")
+DARK = Theme("-dark", "#0d1117", "#d1d7e0", "#30363d")
 
 
 class Look(NamedTuple):

@@ -166,9 +166,7 @@ def checked_extras(values: Any, vocab_size: int, what: str, *, advice: str = "")
     return extras
 
 
-def check_keys(
-    name: str, found: Mapping[str, Sequence[int]], wanted: Mapping[str, Sequence[int]], *, what: str = "head"
-) -> None:
+def check_keys(name: str, found: Mapping[str, Sequence[int]], wanted: Mapping[str, Sequence[int]]) -> None:
     """Compares shapes by key with those of a configuration; raises `ModelError` with the first keys that differ."""
     groups = {
         "missing": wanted.keys() - found.keys(),
@@ -182,7 +180,7 @@ def check_keys(
     parts = [f"{kind}: {listed(keys)}" for kind, keys in groups.items() if keys]
     if parts:
         raise ModelError(
-            f"the weights of {what} '{name}' do not fit its config.json: {'; '.join(parts)}. "
+            f"the weights of head '{name}' do not fit its config.json: {'; '.join(parts)}. "
             "Expected exactly the tensors of its configuration. Copy or convert it again."
         )
 

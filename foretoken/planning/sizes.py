@@ -78,18 +78,11 @@ class Machine:
         bytes_per_s: Memory bandwidth that passes reach.
         flops_per_s: Arithmetic that passes reach, in the dtype of the weights.
         memory_bytes: Memory for weights and KV cache.
-        launch_s: Fixed seconds of a pass.
     """
 
     bytes_per_s: float
     flops_per_s: float
     memory_bytes: float
-    launch_s: float = 0.0
-
-    @property
-    def ridge(self) -> float:
-        """Operations per byte from which arithmetic takes longer than memory."""
-        return self.flops_per_s / self.bytes_per_s
 
 
 _LOGIT_READS = 3  # times that softmax and sampling go over float32 logits; a choice: two for softmax, one for the draw
@@ -119,22 +112,21 @@ def pass_seconds(sizes: ModelSizes, machine: Machine, *, contexts: Sequence[floa
     """
     tokens, committed = len(contexts) * width, sum(contexts)
     touched = touched_experts(sizes.experts, sizes.experts_per_token, tokens)
-    weights = machine_seconds(
+    weights = _part_seconds(
         machine,
         num_bytes=sizes.weight_bytes * (sizes.weights + touched * sizes.expert_weights),
         flops=2 * sizes.active_weights * tokens,
     )
-    cache = machine_seconds(
+    cache = _part_seconds(
         machine,
         num_bytes=sizes.kv_bytes_per_token * committed,
         flops=4 * sizes.layers * sizes.heads * sizes.head_dim * width * (committed + tokens / 2),
     )
     logits = 4 * tokens * sizes.vocab_size * _LOGIT_READS / machine.bytes_per_s
-    return machine.launch_s + weights + cache + logits
+    return weights + cache + logits
 
 
-def machine_seconds(machine: Machine, *, num_bytes: float, flops: float) -> float:
-    """Returns the longer of the times for memory and arithmetic."""
+def _part_seconds(machine: Machine, *, num_bytes: float, flops: float) -> float:
     return max(num_bytes / machine.bytes_per_s, flops / machine.flops_per_s)
 
 
