@@ -291,10 +291,10 @@ def _written(role: str, source: Path, path: Path) -> TwinPart:
     return TwinPart(role, source, path, sum(map(prod, shapes.values())), size)
 
 
-# Parameters; a choice: a larger twin in float32 would not fit into memory beside the rest.
+# Parameters of a target that is also compared in float32; a choice: a larger one would not fit into memory.
 _WIDEST_FLOAT32 = 1_000_000_000
 _WIDTHS = [3, 2, 1]  # of every drafter's tree: further candidates must be the same too
-# Of the largest logit, where sums have another order; the bounds of `NEAR_TIE` in `bench/verify.py`.
+# Relative to the largest logit, for decoders that may reorder sums; the bounds of `NEAR_TIE` in `bench/verify.py`.
 _SAME_WITHIN = {torch.float32: 1e-4, torch.bfloat16: 2.0**-6}
 
 

@@ -190,7 +190,7 @@ def write_plots(panels: dict[Serving, list[PointResult]], directory: Path, what:
 
 
 def draw(chart: Chart, panels: dict[Serving, list[PointResult]], theme: Theme, what: str) -> Any:
-    """Draws one panel a serving, with the legend on the right; returns the figure."""
+    """Returns a figure with one panel for each `Serving`, and the legend on the right."""
     from matplotlib.figure import Figure
 
     columns = min(len(panels), _MOST_COLUMNS)

@@ -122,7 +122,7 @@ def _figures(runs: Sequence[RequestRun], seconds: float) -> dict[str, Any]:
 
 
 def acceptance_rates(lengths: Counter[int]) -> dict[str, Any]:
-    """Returns SPEED-Bench's figures of the lengths of passes: histogram, conditional and joint rates, all by length."""
+    """Returns SPEED-Bench's histogram of acceptance lengths, and its conditional and joint rates, by length."""
     seen = range(1, max(+lengths, default=0) + 1)  # +: without lengths that never occurred
     at_least = {length: sum(lengths[each] for each in seen if each >= length) for length in seen}
     total = lengths.total()

@@ -276,7 +276,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def needs_target_name(checkpoint: HeadCheckpoint) -> str:
-    """Returns advice for readers that load the target by the head's entry, if this head names no target."""
+    """Returns advice for readers that load the target by its name in the file; empty if the head names its target."""
     if checkpoint.target is not None and checkpoint.target.name:
         return ""
     return "; set base_model_name_or_path in config.json to the target, which this head does not name"

@@ -282,20 +282,33 @@ def _read_head(files: HeadFiles, target: TargetInfo) -> HeadCheckpoint:
 def _write_head(checkpoint: HeadCheckpoint, directory: Path, options: WriteOptions) -> None:
     sizes = cast("EagleConfig", checkpoint.config)
     tensors = conversion.scatter(checkpoint.weights, eagle_table(sizes))
-    dtype = tensors["fc.weight"].dtype
     if not sizes.has_bias:  # SGLang's layer always has one; others pass over it
-        tensors["fc.bias"] = torch.zeros(sizes.width, dtype=dtype)
-    tensors |= options.target.copy_of_embedding(EMBEDDING, dtype)
+        tensors["fc.bias"] = torch.zeros(sizes.width, dtype=tensors["fc.weight"].dtype)
+    _save(checkpoint, directory, options, tensors, own=conversion.own_entries(checkpoint, num_steps=sizes.num_steps))
+
+
+def _save(
+    checkpoint: HeadCheckpoint,
+    directory: Path,
+    options: WriteOptions,
+    tensors: dict[str, Tensor],
+    own: dict[str, Any],
+    **stated: Any,
+) -> None:
+    """Writes a head that the target's LM head reads, with the target's embedding if that is at hand."""
+    sizes = cast("EagleConfig | FalconConfig", checkpoint.config)
+    dtype = tensors[f"{LAYER}.self_attn.q_proj.weight"].dtype
     config = {
         "architectures": ["LlamaForCausalLM"],
         **stated_layer(sizes.layer, width=sizes.width, vocab_size=sizes.vocab_size, target=options.target),
+        **stated,
         "bias": sizes.has_bias,
         "qkv_bias": sizes.layer.attention_bias,
         "torch_dtype": conversion.dtype_name(dtype),
         **conversion.target_name(checkpoint),
-        **conversion.own_entries(checkpoint, num_steps=sizes.num_steps),
+        **own,
     }
-    save(directory, weights_file(options), tensors, config)
+    save(directory, weights_file(options), tensors | options.target.copy_of_embedding(EMBEDDING, dtype), config)
 
 
 def _readers(checkpoint: HeadCheckpoint, options: WriteOptions) -> list[Reader]:
@@ -426,20 +439,9 @@ def _read_falcon(files: HeadFiles, target: TargetInfo) -> HeadCheckpoint:
 
 def _write_falcon(checkpoint: HeadCheckpoint, directory: Path, options: WriteOptions) -> None:
     sizes = cast("FalconConfig", checkpoint.config)
+    own = conversion.own_entries(checkpoint, **{key: getattr(sizes, key) for key in _OWN_KEYS})
     tensors = conversion.scatter(checkpoint.weights, _falcon_table(sizes))
-    dtype = tensors[_LSTM].dtype
-    tensors |= options.target.copy_of_embedding(EMBEDDING, dtype)
-    config = {
-        "architectures": ["LlamaForCausalLM"],
-        **stated_layer(sizes.layer, width=sizes.hidden_size, vocab_size=sizes.vocab_size, target=options.target),
-        "k_mask": sizes.block,
-        "bias": sizes.has_bias,
-        "qkv_bias": sizes.layer.attention_bias,
-        "torch_dtype": conversion.dtype_name(dtype),
-        **conversion.target_name(checkpoint),
-        **conversion.own_entries(checkpoint, **{key: getattr(sizes, key) for key in _OWN_KEYS}),
-    }
-    save(directory, weights_file(options), tensors, config)
+    _save(checkpoint, directory, options, tensors, own=own, k_mask=sizes.block)
 
 
 def _readers_falcon(checkpoint: HeadCheckpoint, options: WriteOptions) -> list[Reader]:

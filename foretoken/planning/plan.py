@@ -190,7 +190,7 @@ def predictions(curves: Sequence[Curve], costs: IterationCosts, *, batch: int, c
 
 
 def best_depths(found: Sequence[Prediction]) -> list[Prediction]:
-    """Returns the fastest prediction of each drafter, of predictions with the fastest first."""
+    """Returns the fastest prediction of each drafter; `found` is sorted, the fastest first."""
     best: dict[str, Prediction] = {}
     for each in found:
         best.setdefault(each.draft.name, each)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 _ONE_ROUND = 0.1  # relative standard error of a single speed-up; a choice
 _ONE_RUN = 0.05  # the same of a run that was not compared with plain decoding; a choice
-_MOST_DECLINED = 0.5  # share of passes from which on a slower row counts as declined; a choice
+_MOST_DECLINED = 0.5  # a slower row with at least this share of declined passes counts as declined; a choice
 
 
 class Verdict(NamedTuple):
