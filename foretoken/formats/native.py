@@ -12,8 +12,8 @@ from foretoken.core.checks import shown, validated
 from foretoken.core.errors import ModelError, nearest_name_hint
 from foretoken.files.bounded_reads import check_regular
 from foretoken.formats.checkpoint import HeadCheckpoint, check_keys, checked_extras
-from foretoken.formats.conversion import check_token_map
-from foretoken.formats.files import whole_files, write_config, write_weights
+from foretoken.formats.conversion import Format, WriteOptions, check_token_map, check_values
+from foretoken.formats.files import HeadFiles, whole_files, write_config, write_weights
 from foretoken.heads import head_methods
 from foretoken.heads.base import HeadConfig, build_head
 
@@ -21,14 +21,11 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
+    from foretoken.formats.checkpoint import TargetInfo
+
 KEY = "foretoken_head"
 WEIGHTS = "model.safetensors"
 _ADVICE = "Copy or train it again."
-
-
-def recognises(config: Mapping[str, Any]) -> bool:
-    """Decides whether a `config.json` is ours."""
-    return KEY in config
 
 
 def read_checkpoint(directory: Path, config: Mapping[str, Any]) -> HeadCheckpoint:
@@ -78,3 +75,17 @@ def config_type(method: Any, what: str) -> type[HeadConfig]:
         raise ModelError(f"'{KEY}' of {what} is {shown(method)}. {hint} {_ADVICE}")
     kind: type[HeadConfig] = import_module(f"foretoken.heads.{method}").CONFIG
     return kind
+
+
+def _read_head(files: HeadFiles, target: TargetInfo) -> HeadCheckpoint:
+    directory = files.path if files.path.is_dir() else files.path.parent
+    checkpoint = read_checkpoint(directory, files.config)
+    check_values(str(files.path), checkpoint.weights)
+    return checkpoint
+
+
+def _write_head(checkpoint: HeadCheckpoint, directory: Path, options: WriteOptions) -> None:
+    write_files(checkpoint, directory)
+
+
+FORMATS = (Format("native", lambda files: KEY in files.config, _read_head, tuple(head_methods()), _write_head),)

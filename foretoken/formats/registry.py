@@ -10,9 +10,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from foretoken.core.errors import ConfigError, ModelError, nearest_name_hint, one_line
-from foretoken.formats import native
 from foretoken.formats.checkpoint import HeadCheckpoint, TargetFingerprint, TargetInfo, TargetWeights, with_dtype
-from foretoken.formats.conversion import Format, Reader, WriteOptions, check_values
+from foretoken.formats.conversion import Format, Reader, WriteOptions
 from foretoken.formats.files import HeadFiles, holds_pickles, open_files, whole_files
 from foretoken.formats.speculators import KINDS
 from foretoken.models.local import is_gguf
@@ -43,28 +42,25 @@ def unserved_head(files: HeadFiles) -> str | None:
     return f"{'an' if name[0] in 'AEIOU' else 'a'} {name} head ({facts})"
 
 
-NATIVE = "native"
 # A module comes before those that would recognise its files too.
-_MODULES = ("speculators", "eagle3", "eagle", "tensorrt_llm", "hydra", "mlp_speculator", "medusa")
+_MODULES = ("native", "speculators", "eagle3", "eagle", "tensorrt_llm", "hydra", "mlp_speculator", "medusa")
 _NONSENSE = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RuntimeError)
 
 
 @cache
-def _foreign() -> dict[str, Format]:
+def _formats() -> dict[str, Format]:
     modules = (import_module(f"foretoken.formats.{name}") for name in _MODULES)
     return {each.name: each for module in modules for each in module.FORMATS}
 
 
 def known_formats(*, writable: bool = False) -> list[str]:
     """Returns the names of formats; writable: only of those that can be written."""
-    return sorted([NATIVE, *(each.name for each in _foreign().values() if not writable or each.write is not None)])
+    return sorted(each.name for each in _formats().values() if not writable or each.write is not None)
 
 
 def head_format(files: HeadFiles) -> str | None:
     """Returns the format of a checkpoint, by its tensors and configuration; None for unknown checkpoints."""
-    if native.recognises(files.config):
-        return NATIVE
-    return next((each.name for each in _foreign().values() if each.recognises(files)), None)
+    return next((each.name for each in _formats().values() if each.recognises(files)), None)
 
 
 def holds_head(path: Path) -> bool:
@@ -114,19 +110,15 @@ def read_head(
         ConfigError: If it was made for another target.
     """
     files = open_files(directory)
-    other = None if native.recognises(files.config) else unserved_head(files)
+    other = unserved_head(files)
     expected = f"Expected one of {', '.join(known_formats())}."
     if other is not None:
         raise ModelError(f"'{directory}' holds {other}: foretoken does not serve it yet. {expected}")
     name = head_format(files)
     if name is None:
         raise ModelError(f"'{directory}' holds no draft head of a known format. {expected}")
-    if name == NATIVE:
-        checkpoint = native.read_checkpoint(directory if directory.is_dir() else directory.parent, files.config)
-        check_values(str(directory), checkpoint.weights)
-        return name, checkpoint
     try:
-        return name, _foreign()[name].read(files, TargetInfo(fingerprint=target, config=base_config, load=weights))
+        return name, _formats()[name].read(files, TargetInfo(fingerprint=target, config=base_config, load=weights))
     except _NONSENSE as err:  # a value of a wrong type in a configuration can fail anywhere
         raise ModelError(f"the config.json of '{directory}' makes no sense: {one_line(err)}. Copy it again.") from err
 
@@ -155,17 +147,14 @@ def write_head(
     Raises:
         ConfigError: For an unknown format, one that cannot hold this head, or files that cannot be written.
     """
-    form, method = _foreign().get(name), checkpoint.config.method
-    if name not in known_formats(writable=True):
+    form, method = _formats().get(name), checkpoint.config.method
+    if form is None or form.write is None:
         hint = nearest_name_hint(name, known_formats(writable=True))
         raise ConfigError(f"heads cannot be written in format '{name}'. {hint}")
     if tp_size < 1 or (tp_size > 1 and name != "tensorrt_llm"):
         raise ConfigError(f"tp_size is {tp_size}. Expected 1, or more for format 'tensorrt_llm'.")
     if dtype is not None:
         checkpoint = with_dtype(checkpoint, dtype)
-    if form is None or form.write is None:
-        native.write_checkpoint(checkpoint, directory, replaces=replaces)
-        return
     if method not in form.methods:
         expected = " or ".join(form.methods)
         raise ConfigError(f"format '{name}' cannot hold a head of method '{method}'. Expected {expected}.")
@@ -184,7 +173,7 @@ def head_readers(
 ) -> list[Reader]:
     """Returns the programs that read the result of `write_head` with the same arguments; foretoken comes first."""
     ours = Reader("foretoken", True, f"speculative_config with method '{checkpoint.config.method}' and its directory")
-    form = _foreign().get(name)
+    form = _formats().get(name)
     if form is None or form.readers is None:
         return [ours]
     options = WriteOptions(target=target or TargetInfo(), tp_size=tp_size, as_safetensors=as_safetensors)
