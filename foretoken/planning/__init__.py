@@ -1,1 +1,1 @@
-"""Predicts what speculation gains before anything is trained or bought: closed forms, costs, acceptance curves."""
+"""Predicts what speculation gains before anything is trained: costs of passes, acceptance curves, plans, verdicts."""
