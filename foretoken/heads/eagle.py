@@ -4,7 +4,7 @@ The block's output estimates the next feature; the target's LM head reads the es
 with another tree, HASS another training.
 
 Source: Li et al. 2024 (arXiv 2401.15077). The feature is the one after the target's last norm, as in the released code,
-which differs from the paper. Letters as in `autoregressive`.
+which differs from the paper. Letters as in `base`; W width of the block, here E.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ After a norm, the head's own LM head reads the output; this LM head may cover a 
 
 Source: Li et al. 2025 (arXiv 2503.01840), with the variants of later releases: `norm_before_residual` (speculators),
 `norm_before_fc` (gpt-oss heads), `fc_norms` and `feeds_normed` (EAGLE-3.1, arXiv 2605.09992).
-Letters as in `autoregressive`.
+Letters as in `base`; W width of the block.
 """
 
 from __future__ import annotations
