@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from foretoken.bench.speed_report import NO_CATEGORY, RequestRun, RunLog, speed_report
-from foretoken.bench.workload import Asked, Workload, no_progress, prompt_token_ids
+from foretoken.bench.workload import Asked, Workload, counted, no_progress, prompt_token_ids
 from foretoken.core.records import GenerationMetrics
 from foretoken.core.results import RequestOutput
 from foretoken.entrypoints.config import PLAIN, Setup
@@ -330,16 +330,9 @@ def compare_setups(
     """
     engines = SetupEngines(model, tokenizer, setups, workload, batch_size=batch_size, runner=runner)
     temperatures, batches = workload.temperatures, workload.batches(batch_size)
-    total = len(temperatures) * repeats * len(batches) * len(engines.names)
-    done = 0
-
-    def count() -> None:
-        nonlocal done
-        done += 1
-        on_progress(done, total)
-
+    on_measured = counted(on_progress, len(temperatures) * repeats * len(batches) * len(engines.names))
     for temperature in temperatures:
-        rows = measure_rounds(engines, temperature, batches, repeats=repeats, on_measured=count)
+        rows = measure_rounds(engines, temperature, batches, repeats=repeats, on_measured=on_measured)
         if engines.is_lossy:
             note_surprise(model, tokenizer, workload, rows)
         yield rows

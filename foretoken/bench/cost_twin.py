@@ -24,7 +24,7 @@ import torch
 
 from foretoken.bench.padding import Fill, PaddedModel, Padding, exactly, fingerprint, growth, open_model, padded_head
 from foretoken.bench.quality import all_logits
-from foretoken.bench.workload import no_progress
+from foretoken.bench.workload import counted, no_progress
 from foretoken.core.errors import ConfigError, ModelError
 from foretoken.core.sampling_params import SamplingParams
 from foretoken.drafters.registry import create_drafter, drafter_options
@@ -125,13 +125,7 @@ def make_twin(plan: TwinPlan, on_progress: Callable[[int, int], None] = no_progr
     models, heads = _planned_parts(plan)
     _check_room(models, plan)
     total = sum(len(model.padded.origins) for model in models) + sum(len(head.checkpoint.weights) for head in heads)
-    done = 0
-
-    def advance() -> None:
-        nonlocal done
-        done += 1
-        on_progress(done, total)
-
+    advance = counted(on_progress, total)
     generator = torch.Generator(plan.device).manual_seed(plan.seed)
     for model in models:
         model.write(plan, generator, advance)

@@ -8,7 +8,7 @@ import zlib
 from dataclasses import dataclass, replace
 from importlib import resources
 from io import BytesIO
-from itertools import zip_longest
+from itertools import count, zip_longest
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, BinaryIO, cast
@@ -219,3 +219,9 @@ class TokenProgress:
 def no_progress(done: int, total: int) -> None:
     """Shows nothing."""
     del done, total
+
+
+def counted(on_progress: Callable[[int, int], None], total: int) -> Callable[[], None]:
+    """Returns a function that reports one more of `total` at each call."""
+    numbers = count(1)
+    return lambda: on_progress(next(numbers), total)
