@@ -257,15 +257,11 @@ class UnrolledHead(Head):
         starts: slice = slice(None),
         is_detached: bool = False,
     ) -> Iterator[Tensor]:
-        """Computes `teacher_forced` for all drafts of a text at once.
+        """Computes `teacher_forced` for all drafts of a text at once, from the same arguments.
 
         Step i of the draft that begins at position t stands at index t.
 
         Args:
-            features: (B, S, F E).
-            tokens: (B, S) int64.
-            parts: The modules shared with the target.
-            positions: For the rotations.
             starts: Q positions of the drafts that go on after the first step: later tensors are (B, Q, …).
             is_detached: Whether gradients stop between steps, as in HASS; else they flow through all steps, as in
                 EAGLE-3's training-time test.

@@ -102,11 +102,7 @@ def pass_seconds(sizes: ModelSizes, machine: Machine, *, contexts: Sequence[floa
     Each part takes the longer of its memory traffic and its arithmetic. A sequence reads its KV cache once for all of
     its tokens. A wide pass of a mixture of experts reads more experts.
 
-    Args:
-        sizes: The model.
-        machine: The device.
-        contexts: Committed tokens of each of B sequences.
-        width: Tokens of each sequence in the pass.
+    `contexts` are the committed tokens of each sequence, `width` the tokens of each sequence in the pass.
 
     Source: Williams et al. 2009 (roofline, doi 10.1145/1498765.1498785), applied to each part of a decoder.
     """
