@@ -5,7 +5,6 @@ Modules of this package name their formats in `FORMATS`, see `Format`. Our own f
 
 from __future__ import annotations
 
-from functools import cache
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +16,7 @@ from foretoken.formats.speculators import KINDS
 from foretoken.models.local import is_gguf
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
     import torch
@@ -47,20 +46,23 @@ _MODULES = ("native", "speculators", "eagle3", "eagle", "tensorrt_llm", "hydra",
 _NONSENSE = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RuntimeError)
 
 
-@cache
-def _formats() -> dict[str, Format]:
-    modules = (import_module(f"foretoken.formats.{name}") for name in _MODULES)
-    return {each.name: each for module in modules for each in module.FORMATS}
+def _formats() -> Iterator[Format]:
+    for name in _MODULES:  # imported only if no module before it recognises a file
+        yield from import_module(f"foretoken.formats.{name}").FORMATS
+
+
+def _format(name: str) -> Format | None:
+    return next((each for each in _formats() if each.name == name), None)
 
 
 def known_formats(*, writable: bool = False) -> list[str]:
     """Returns the names of formats; writable: only of those that can be written."""
-    return sorted(each.name for each in _formats().values() if not writable or each.write is not None)
+    return sorted(each.name for each in _formats() if not writable or each.write is not None)
 
 
-def head_format(files: HeadFiles) -> str | None:
+def format_of(files: HeadFiles) -> Format | None:
     """Returns the format of a checkpoint, by its tensors and configuration; None for unknown checkpoints."""
-    return next((each.name for each in _formats().values() if each.recognises(files)), None)
+    return next((each for each in _formats() if each.recognises(files)), None)
 
 
 def holds_head(path: Path) -> bool:
@@ -76,7 +78,7 @@ def holds_head(path: Path) -> bool:
         return False
     try:
         files = open_files(path)
-        return head_format(files) is not None or unserved_head(files) is not None
+        return format_of(files) is not None or unserved_head(files) is not None
     except ModelError:
         if path.is_file() or not any(directory.glob("*.safetensors")):
             raise
@@ -111,14 +113,12 @@ def read_head(
     """
     files = open_files(directory)
     other = unserved_head(files)
-    expected = f"Expected one of {', '.join(known_formats())}."
-    if other is not None:
-        raise ModelError(f"'{directory}' holds {other}: foretoken does not serve it yet. {expected}")
-    name = head_format(files)
-    if name is None:
-        raise ModelError(f"'{directory}' holds no draft head of a known format. {expected}")
+    form = format_of(files) if other is None else None
+    if form is None:
+        found = "no draft head of a known format." if other is None else f"{other}: foretoken does not serve it yet."
+        raise ModelError(f"'{directory}' holds {found} Expected one of {', '.join(known_formats())}.")
     try:
-        return name, _formats()[name].read(files, TargetInfo(fingerprint=target, config=base_config, load=weights))
+        return form.name, form.read(files, TargetInfo(fingerprint=target, config=base_config, load=weights))
     except _NONSENSE as err:  # a value of a wrong type in a configuration can fail anywhere
         raise ModelError(f"the config.json of '{directory}' makes no sense: {one_line(err)}. Copy it again.") from err
 
@@ -147,7 +147,7 @@ def write_head(
     Raises:
         ConfigError: For an unknown format, one that cannot hold this head, or files that cannot be written.
     """
-    form, method = _formats().get(name), checkpoint.config.method
+    form, method = _format(name), checkpoint.config.method
     if form is None or form.write is None:
         hint = nearest_name_hint(name, known_formats(writable=True))
         raise ConfigError(f"heads cannot be written in format '{name}'. {hint}")
@@ -173,7 +173,7 @@ def head_readers(
 ) -> list[Reader]:
     """Returns the programs that read the result of `write_head` with the same arguments; foretoken comes first."""
     ours = Reader("foretoken", True, f"speculative_config with method '{checkpoint.config.method}' and its directory")
-    form = _formats().get(name)
+    form = _format(name)
     if form is None or form.readers is None:
         return [ours]
     options = WriteOptions(target=target or TargetInfo(), tp_size=tp_size, as_safetensors=as_safetensors)

@@ -14,7 +14,7 @@ from tiny_models import tiny_model
 
 from foretoken.core.errors import ForetokenError, ModelError
 from foretoken.formats.files import open_files
-from foretoken.formats.registry import head_format, holds_head, read_head, unserved_head
+from foretoken.formats.registry import format_of, holds_head, read_head, unserved_head
 
 NESTED = {"draft_vocab_size": VD, "transformer_layer_config": LLAMA}
 LAYOUTS = {
@@ -40,7 +40,9 @@ def test_layouts_are_told_by_tensors_and_configuration(tmp_path: Path, name: str
     write_files(tmp_path, shapes, config, file=file)
     files = open_files(tmp_path)
     assert holds_head(tmp_path)
-    assert (head_format(files), unserved_head(files)) == (format_name, None)
+    found = format_of(files)
+    assert found is not None
+    assert (found.name, unserved_head(files)) == (format_name, None)
 
 
 @pytest.mark.parametrize(
