@@ -44,8 +44,6 @@ LLAMA_8B = ModelSizes(
     layers=32, hidden_size=4096, heads=32, kv_heads=8, head_dim=128, vocab_size=128256, weights=15_009_849_344 / 2
 )  # fmt: skip
 H100 = nominal_machine(3.35e12, 989e12, 80e9)
-
-
 DENSE = replace(LLAMA_8B, weights=7.5e9)
 NOMINAL = Machine(bytes_per_s=3.35e12, flops_per_s=989e12, memory_bytes=80e9)
 
