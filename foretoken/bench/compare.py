@@ -219,7 +219,7 @@ class SetupEngines:
     ) -> None:
         self.workload, self._batch_size = workload, batch_size
         self._engines: dict[str, LLM] = {}
-        self._on_step: Callable[[StepRecord], None] = _ignore  # one engine runs at a time
+        self._on_step: Callable[[StepRecord], None] | None = None  # one engine runs at a time
         self._create = partial(
             LLM, model, tokenizer=tokenizer, max_num_seqs=batch_size, runner=runner, on_step=self._note_step,
             enable_prefix_caching=False,  # a repeated prompt must cost as much as a new one
@@ -273,7 +273,7 @@ class SetupEngines:
         begin = time.perf_counter()
         results = self._engines[name].generate([work.prompts[i] for i in batch], [params[i] for i in batch])
         seconds = time.perf_counter() - begin
-        self._on_step = _ignore
+        self._on_step = None
         row.metrics = GenerationMetrics.total(result.metrics for result in results)
         row.runs = [
             log.run_of(
@@ -291,7 +291,8 @@ class SetupEngines:
         return row
 
     def _note_step(self, record: StepRecord) -> None:
-        self._on_step(record)
+        if self._on_step is not None:
+            self._on_step(record)
 
     def _plain_texts(self) -> list[RequestOutput]:
         plain, workload = self._engines[PLAIN], self.workload
@@ -300,10 +301,6 @@ class SetupEngines:
             for temperature in workload.temperatures
             for output in plain.generate(list(workload.prompts), workload.params(temperature))
         ]
-
-
-def _ignore(record: StepRecord) -> None:
-    del record
 
 
 def compare_setups(

@@ -237,8 +237,12 @@ def lines_of(results: Sequence[PointResult]) -> dict[tuple[Series, str], list[st
     sizes = sorted((key for key in telling if key in _SIZE_KEYS), key=lambda key: len(values[key]))[:-1]
 
     def said(result: PointResult, keys: Sequence[str]) -> str:
-        own = [key for key in keys if key in result.changes]
-        return " ".join(f"{short_name(key, values)}={_names_in(result.changes[key])}" for key in own)
+        parts = []
+        for key in (each for each in keys if each in result.changes):
+            value = result.changes[key]
+            text = "+".join(value) if isinstance(value, dict) else spelled(value)
+            parts.append(f"{short_name(key, values)}={text}")
+        return " ".join(parts)
 
     lines: dict[tuple[Series, str], list[str]] = {}
     for result in results:
@@ -249,10 +253,6 @@ def lines_of(results: Sequence[PointResult]) -> dict[tuple[Series, str], list[st
         if result.name not in names:  # it has a point in every panel
             names.append(result.name)
     return dict(sorted(lines.items()))
-
-
-def _names_in(value: Any) -> str:
-    return "+".join(value) if isinstance(value, dict) else spelled(value)
 
 
 def _draw_panel(

@@ -243,7 +243,9 @@ def measure(
     decoder = engines[PLAIN].llm.target.name
     passes = time_passes(model, decoder)
     lines = {name: engine.lines(timed) for name, engine in engines.items() if name != PLAIN}
-    num_alone, context = len(workload.prompts), _mean_context(workload, tokenizer)
+    # The mean committed tokens of a sequence in the middle of its output.
+    context = fmean(len(prompt_token_ids(each, tokenizer)) for each in workload.prompts) + workload.max_tokens / 2
+    num_alone = len(workload.prompts)
     if not has_acceptance:
         workload = replace(workload, prompts=workload.prompts[: timed[-1]], max_tokens=_HOST_TOKENS)
         engines, num_alone = {name: engines[name] for name in (PLAIN, FREE)}, _HOST_TEXTS
@@ -357,8 +359,3 @@ def _deepest(make: Callable[[Mapping[str, Any]], _ObservedEngine], config: Mappi
         except ConfigError:  # a head of fewer levels
             continue
     return make({**config, "num_speculative_tokens": 1})
-
-
-def _mean_context(workload: Workload, tokenizer: Any) -> float:
-    """Returns the mean committed tokens of a sequence in the middle of its output."""
-    return fmean(len(prompt_token_ids(each, tokenizer)) for each in workload.prompts) + workload.max_tokens / 2

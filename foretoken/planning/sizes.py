@@ -19,8 +19,6 @@ from foretoken.models.weight_files import meta_model
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    import torch
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSizes:
@@ -154,15 +152,11 @@ def described_sizes(name: str, dtype: str) -> tuple[ModelSizes, int]:
     is_known = dtype in DTYPES
     if not is_known and dtype != "auto":
         raise ConfigError(f"dtype is '{dtype}'. Expected auto, {', '.join(DTYPES)}.")
-    itemsize = (DTYPES[dtype] if is_known else _own_dtype(text)).itemsize
-    sizes = sizes_of(module, text, itemsize)
+    weights = DTYPES[dtype] if is_known else getattr(text, "dtype", None) or DTYPES["bfloat16"]
+    sizes = sizes_of(module, text, weights.itemsize)
     if is_gguf(name):
         sizes = replace(sizes, weight_bytes=read_gguf(Path(name)).bytes_per_weight)
     return sizes, int(getattr(text, "max_position_embeddings", None) or 4096)
-
-
-def _own_dtype(config: Any) -> torch.dtype:
-    return getattr(config, "dtype", None) or DTYPES["bfloat16"]
 
 
 def sizes_of(module: Any, config: Any, itemsize: int) -> ModelSizes:
