@@ -5,23 +5,22 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-import torch
 from safetensors import SafetensorError, safe_open
 
 from foretoken.core.checks import shown, validated
 from foretoken.core.errors import ModelError, nearest_name_hint
 from foretoken.files.bounded_reads import check_regular
 from foretoken.formats.checkpoint import HeadCheckpoint, check_keys, checked_extras
-from foretoken.formats.conversion import Format, WriteOptions, check_token_map, check_values
+from foretoken.formats.conversion import Format, WriteOptions, check_token_map, check_values, head_shapes
 from foretoken.formats.files import HeadFiles, whole_files, write_config, write_weights
 from foretoken.heads import head_methods
-from foretoken.heads.base import HeadConfig, build_head
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
     from foretoken.formats.checkpoint import TargetInfo
+    from foretoken.heads.base import HeadConfig
 
 KEY = "foretoken_head"
 WEIGHTS = "model.safetensors"
@@ -38,8 +37,7 @@ def read_checkpoint(directory: Path, config: Mapping[str, Any]) -> HeadCheckpoin
         check_regular(path)
         with safe_open(path, framework="pt") as file:
             shapes = {key: file.get_slice(key).get_shape() for key in file.keys()}  # noqa: SIM118 - no mapping
-            with torch.device("meta"):
-                wanted = {key: tuple(part.shape) for key, part in build_head(sizes).state_dict().items()}
+            wanted = head_shapes(sizes)
             check_keys(str(directory), shapes, wanted)
             weights = {key: file.get_tensor(key) for key in wanted}
         if "token_map" in weights:
