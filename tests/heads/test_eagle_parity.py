@@ -2,17 +2,78 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
 import torch
-from head_formulas import SAME, E, V, numbers, random_weights, shared_parts, tokens
-from heads.eagle_formulas import draft
+from head_formulas import SAME, E, V, decoder_block, numbers, random_weights, rms, shared_parts, tokens
+from torch import Tensor
 
 from foretoken.heads.base import AutoregressiveHead, build_head
 from foretoken.heads.decoder_layer import LayerConfig
 from foretoken.heads.eagle import EagleConfig
 from foretoken.heads.eagle3 import Eagle3Config
+
+State = Mapping[str, Tensor]
+
+
+def slow_draft(state: State, config: Any, features: Tensor, ids: Sequence[int], parts: Any, begin: int) -> list[Tensor]:
+    """What the LM head reads at each step of the draft that begins at a position, the text itself being fed.
+
+    `features` are (S, F E), `ids` S tokens; of the head only parameters and configuration are known.
+    """
+    step = _eagle if config.method == "eagle" else _eagle3
+    states = [_first(state, config, row) for row in features[: begin + 1]]
+    found = []
+    for index in range(config.num_steps):
+        position = begin + index
+        if position + 1 >= len(ids):
+            break
+        pairs = [(states[p], _embedded(state, ids[p + 1], parts)) for p in range(position + 1)]
+        output, read = step(state, config, pairs)
+        states.append(output)
+        found.append(read)
+    return found
+
+
+def _embedded(state: State, token: int, parts: Any) -> Tensor:
+    return state["embedding"][token] if "embedding" in state else parts.embed(torch.tensor(token))
+
+
+def _first(state: State, config: Any, features: Tensor) -> Tensor:
+    """What stands at a committed position."""
+    if config.method == "eagle":
+        return features
+    eps = config.layer.rms_norm_eps
+    if config.norm_before_fc:
+        features = rms(features, eps) * state["feature_norm"]
+    if config.fc_norms:
+        taps = features.split(config.hidden_size)
+        features = torch.cat([rms(tap, eps) * state["feature_norms"][i] for i, tap in enumerate(taps)])
+    return state["fc.weight"] @ features
+
+
+def _eagle(state: State, config: Any, pairs: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """The last pair's output, twice: no norm follows the block."""
+    inputs = [state["fc.weight"] @ torch.cat([e, f]) for f, e in pairs]
+    if "fc.bias" in state:
+        inputs = [x + state["fc.bias"] for x in inputs]
+    x = decoder_block(state, config.layer, inputs[-1], inputs, len(inputs) - 1)
+    return x, x
+
+
+def _eagle3(state: State, config: Any, pairs: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """The last pair's state for the next step, and what the LM head reads."""
+    eps = config.layer.rms_norm_eps
+    weight = state["state_norm"] if config.norm_before_residual else state["layer.input_norm"]
+    normed = [rms(g, eps) * weight for g, _ in pairs]
+    reads = [torch.cat([rms(e, eps) * state["layer.side_norm"], n]) for (_, e), n in zip(pairs, normed, strict=True)]
+    residual = normed[-1] if config.norm_before_residual else pairs[-1][0]
+    x = decoder_block(state, config.layer, residual, reads, len(reads) - 1)
+    read = rms(x, eps) * state["norm"]
+    return (read if config.feeds_normed else x), read
+
 
 S, K = 7, 3
 SIZES: dict[str, Any] = {"hidden_size": E, "vocab_size": V, "num_steps": K}
@@ -51,7 +112,7 @@ def test_every_step_of_every_draft_is_the_formulas(name: str) -> None:
         steps = list(head.teacher_forced(features, ids, parts))
         for b in range(2):
             for begin in range(S - 1):
-                slow = draft(head.state_dict(), config, features[b], ids[b].tolist(), parts, begin)
+                slow = slow_draft(head.state_dict(), config, features[b], ids[b].tolist(), parts, begin)
                 for index, read in enumerate(slow):
                     torch.testing.assert_close(steps[index][b, begin], read, **SAME)
                     lm_head = parts.lm_head if config.method == "eagle" else head.get_submodule("lm_head")
@@ -62,7 +123,7 @@ def test_embeddings_come_first_and_there_is_no_norm_before_attention() -> None:
     """What early ports got wrong: the order of the two, and a norm that EAGLE's first block does not have."""
     config, parts, ids = CONFIGS["eagle"], shared_parts(), tokens(2, S)
     head, features = head_of(config), features_of(config)
-    slow = draft(head.state_dict(), config, features[0], ids[0].tolist(), parts, 3)[0]
+    slow = slow_draft(head.state_dict(), config, features[0], ids[0].tolist(), parts, 3)[0]
     swapped = head_of(config)
     with torch.no_grad():
         weight = swapped.get_parameter("fc.weight")
