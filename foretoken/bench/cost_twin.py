@@ -79,19 +79,13 @@ class TwinPlan:
 
 
 class TwinPart(NamedTuple):
-    """One directory of a twin.
+    """One directory of a twin."""
 
-    Attributes:
-        role: "target", "draft_model", or a head's method.
-        num_parameters: Numbers in its files.
-        num_bytes: Bytes of its weights.
-    """
-
-    role: str
+    role: str  # "target", "draft_model", or a head's method
     source: Path
     path: Path
-    num_parameters: int
-    num_bytes: int
+    num_parameters: int  # numbers in its files
+    num_bytes: int  # bytes of its weights
 
 
 class _PlannedHead(NamedTuple):
@@ -293,21 +287,14 @@ _SAME_WITHIN = {torch.float32: 1e-4, torch.bfloat16: 2.0**-6}
 
 
 class TwinCheck(NamedTuple):
-    """One comparison of a twin with its original.
+    """One comparison of a twin with its original."""
 
-    Attributes:
-        what: "logits", "greedy text", or the name of the compared drafter.
-        num_compared: Positions with logits, output tokens, or drafted nodes.
-        difference: Largest difference of two logits; None for text and drafts.
-        is_same: Whether the twin does the same as the original.
-    """
-
-    what: str
+    what: str  # "logits", "greedy text", or the name of the compared drafter
     dtype: str
     decoder: str
-    num_compared: int
-    difference: float | None
-    is_same: bool
+    num_compared: int  # positions with logits, output tokens, or drafted nodes
+    difference: float | None  # largest difference of two logits; None for text and drafts
+    is_same: bool  # whether the twin does the same as the original
 
 
 def check_twin(

@@ -45,18 +45,12 @@ SERVING_AXES = tuple(Serving.__dataclass_fields__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Point:
-    """One point of a grid: settings of decoding, and a drafter.
-
-    Attributes:
-        setup: The drafter; its name is unique in the grid.
-        method: The drafter before the axes changed it, such as "medusa" or "eagle3:dynamic".
-        changes: The values that the axes set in the drafter, by dotted key.
-    """
+    """One point of a grid: settings of decoding, and a drafter."""
 
     serving: Serving
-    setup: Setup
-    method: str
-    changes: Mapping[str, Any] = field(default_factory=dict)
+    setup: Setup  # the drafter; its name is unique in the grid
+    method: str  # the drafter before the axes changed it, such as "medusa" or "eagle3:dynamic"
+    changes: Mapping[str, Any] = field(default_factory=dict)  # values that axes set in the drafter, by dotted key
 
     def as_dict(self) -> dict[str, Any]:
         """Returns the point JSON-ready; equal for equal points only."""

@@ -20,33 +20,21 @@ _OFTEN = 0.9  # share of passes with a draft; a choice: below, drafts that are m
 
 
 class Cause(NamedTuple):
-    """A part of the loss.
-
-    Attributes:
-        seconds: Per token; below 0 where drafting saves time.
-        advice: The next thing to do.
-    """
+    """A part of the loss."""
 
     name: str
-    seconds: float
-    advice: str
+    seconds: float  # per token; below 0 where drafting saves time
+    advice: str  # the next thing to do
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loss:
-    """Seconds per token of one drafter above its ideal.
+    """Seconds per token of one drafter above its ideal."""
 
-    Attributes:
-        measured: Seconds per token of the drafter, by the wall clock.
-        plain: The same of plain decoding.
-        ideal: `plain` divided by the tokens of a pass that accepts its whole draft.
-        causes: The largest first.
-    """
-
-    measured: float
-    plain: float
-    ideal: float
-    causes: Sequence[Cause]
+    measured: float  # of the drafter, by the wall clock
+    plain: float  # of plain decoding
+    ideal: float  # `plain` divided by the tokens of a pass that accepts its whole draft
+    causes: Sequence[Cause]  # the largest first
 
     @property
     def seconds(self) -> float:

@@ -215,19 +215,12 @@ _TEXTS = {".json", ".txt", ".model", ".jinja"}  # tokenizer, generation configur
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PaddedModel:
-    """A model of another size, before its tensors are made.
-
-    Attributes:
-        small: The model that is padded.
-        factor: Growth of its sizes, a power of four.
-        num_layers: Layers, at least those of `small`.
-        dtype: Dtype of the weights; None keeps theirs.
-    """
+    """A model of another size, before its tensors are made."""
 
     small: SmallModel
-    factor: int
-    num_layers: int
-    dtype: torch.dtype | None
+    factor: int  # growth of its sizes, a power of four
+    num_layers: int  # at least those of `small`
+    dtype: torch.dtype | None  # of the weights; None keeps theirs
 
     @property
     def record(self) -> TwinRecord:

@@ -129,19 +129,13 @@ _FRONT, _PLAIN = "Pareto front of both axes", "plain decoding"
 
 
 class Chart(NamedTuple):
-    """One picture.
-
-    Attributes:
-        axis: The label of the vertical axis, with its unit.
-        value: Returns the value of a point.
-        is_beside_plain: Whether plain decoding has such a value too.
-    """
+    """One picture."""
 
     name: str
     title: str
-    axis: str
-    value: Callable[[PointResult], float]
-    is_beside_plain: bool = False
+    axis: str  # the label of the vertical axis, with its unit
+    value: Callable[[PointResult], float]  # returns the value of a point
+    is_beside_plain: bool = False  # whether plain decoding has such a value too
 
 
 CHARTS = (

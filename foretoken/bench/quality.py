@@ -25,25 +25,16 @@ _PIECE_TOKENS = 512  # a choice: logits of both models in float32 are in memory,
 
 
 class Quality(BaseModel):
-    """A quantized model beside its original.
-
-    Attributes:
-        original: Name of the original.
-        num_tokens: Tokens of held-out text that both read.
-        perplexity: Of the quantized model.
-        original_perplexity: Of the original.
-        kl_divergence: Of the next token's distribution from the original's, in nats, mean over tokens.
-        greedy_changes: Share of tokens after which the most probable token is another one.
-    """
+    """A quantized model beside its original."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     original: str
-    num_tokens: int
-    perplexity: float
+    num_tokens: int  # tokens of held-out text that both read
+    perplexity: float  # of the quantized model
     original_perplexity: float
-    kl_divergence: float
-    greedy_changes: float
+    kl_divergence: float  # of the next token's distribution from the original's, in nats, mean over tokens
+    greedy_changes: float  # share of tokens after which the most probable token is another one
 
     def __str__(self) -> str:
         change = self.perplexity / self.original_perplexity - 1

@@ -39,18 +39,12 @@ _ORIGINS = ("vllm", "foretoken")  # a server may show the same figures under bot
 
 @dataclass(frozen=True, slots=True)
 class DraftCounts:
-    """Counters of a server.
+    """Counters of a server."""
 
-    Attributes:
-        drafts: Verified drafts, or trees.
-        accepted_tokens: Accepted drafted tokens, without the target's own.
-        by_position: Accepted drafted tokens by depth.
-    """
-
-    drafts: float = 0
+    drafts: float = 0  # verified drafts, or trees
     draft_tokens: float = 0
-    accepted_tokens: float = 0
-    by_position: Mapping[int, float] = field(default_factory=dict)
+    accepted_tokens: float = 0  # accepted drafted tokens, without the target's own
+    by_position: Mapping[int, float] = field(default_factory=dict)  # accepted drafted tokens by depth
 
     @property
     def lengths(self) -> Counter[int]:
@@ -241,31 +235,20 @@ _SILENCE_SECONDS = 600.0  # then a request counts as failed; a choice: longer th
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """The requests to a server, and when they are sent; raises `ConfigError` for an invalid value.
+    """The requests to a server, and when they are sent; raises `ConfigError` for an invalid value."""
 
-    Attributes:
-        base_url: URL of the server, with or without /v1.
-        prompts: One prompt a request.
-        endpoint: "completions", or "chat" to send each prompt as a user's message.
-        model: Name of the model at the server; None for its first one.
-        max_concurrency: Requests in flight at once (closed loop); None for no limit.
-        request_rate: Requests a second (open loop); infinite to send all at once.
-        seed: Seed of the first request and of the times; the i-th request gets seed + i.
-        categories: Category of each prompt; empty if they have none.
-    """
-
-    base_url: str
-    prompts: Sequence[str]
-    endpoint: str = "completions"
-    model: str | None = None
+    base_url: str  # URL of the server, with or without /v1
+    prompts: Sequence[str]  # one prompt a request
+    endpoint: str = "completions"  # "completions", or "chat" to send each prompt as a user's message
+    model: str | None = None  # name of the model at the server; None for its first one
     max_tokens: int = 128
     temperature: float = 0.0
-    max_concurrency: int | None = None
-    request_rate: float = float("inf")
+    max_concurrency: int | None = None  # requests in flight at once (closed loop); None for no limit
+    request_rate: float = float("inf")  # requests a second (open loop); infinite to send all at once
     burstiness: float = 1.0
-    seed: int = 0
+    seed: int = 0  # seed of the first request and of the times; the i-th request gets seed + i
     api_key: str | None = None
-    categories: Sequence[str] = ()
+    categories: Sequence[str] = ()  # category of each prompt; empty if they have none
 
     def __post_init__(self) -> None:
         if self.endpoint not in PATHS:
@@ -294,20 +277,13 @@ class Load:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadRun:
-    """The results of a load.
-
-    Attributes:
-        answers: One a request, in their order.
-        duration: Seconds from the first request to the end of the last.
-        drafting: The server's counts of drafts during the run, of all clients; None if it does not say.
-        acceptance: The acceptance rule that the model's card names, if any.
-    """
+    """The results of a load."""
 
     model: str
-    answers: list[Answer]
-    duration: float
-    drafting: DraftCounts | None
-    acceptance: str | None = None
+    answers: list[Answer]  # one a request, in their order
+    duration: float  # seconds from the first request to the end of the last
+    drafting: DraftCounts | None  # drafts during the run, of all clients; None if the server does not say
+    acceptance: str | None = None  # the acceptance rule that the model's card names, if any
 
 
 async def run_load(load: Load, on_progress: Callable[[int, int], None] = no_progress) -> LoadRun:

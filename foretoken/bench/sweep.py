@@ -76,52 +76,31 @@ TAU_FRONT, SPEED_FRONT = "tau", "tokens/s"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PointResult:
-    """The measurement of one point. A round is a batch of prompts; figures with quartiles are medians over rounds.
-
-    Attributes:
-        method: The drafter before the axes changed it.
-        changes: The values that the axes set in it, by dotted key.
-        serving: The requested settings of decoding.
-        runner_choice: Why that runner, in a sentence.
-        num_rounds: Batches of prompts, over all repeats.
-        tokens_per_s: Output tokens per second of decoding, without prefill.
-        plain_tokens_per_s: The same for plain decoding in the same rounds.
-        speed_up: Ratio of the two, round by round.
-        tau: Tokens per target pass over all passes, the target's own included; `tau_by_round`: the same round by round.
-        nodes: Drafted nodes per target pass, mean.
-        tree_utilisation: Accepted share of the drafted nodes.
-        acceptance_by_depth: P(accepted at depth d | the tree reached depth d), from depth 1.
-        declined: Share of the passes in which the controller chose not to draft.
-        efficiency: Speed-up over tau.
-        shares: Shares of the time of decoding in "draft", "verify" and "host".
-        num_identical: Texts equal to plain decoding's, of `num_texts`.
-        nats_per_token: See `Measurement`.
-        draft_errors: Passes with a draft that was dropped because the drafter failed.
-    """
+    """The measurement of one point. A round is a batch of prompts; figures with quartiles are medians over rounds."""
 
     name: str
-    method: str
-    changes: dict[str, Any]
-    serving: Serving
+    method: str  # the drafter before the axes changed it
+    changes: dict[str, Any]  # the values that the axes set in it, by dotted key
+    serving: Serving  # the requested settings of decoding
     speculative_config: dict[str, Any]
     runner: str
-    runner_choice: str
-    num_rounds: int
-    tokens_per_s: Quartiles
-    plain_tokens_per_s: Quartiles
-    speed_up: Quartiles
-    tau: float
+    runner_choice: str  # why that runner, in a sentence
+    num_rounds: int  # batches of prompts, over all repeats
+    tokens_per_s: Quartiles  # output tokens per second of decoding, without prefill
+    plain_tokens_per_s: Quartiles  # the same for plain decoding in the same rounds
+    speed_up: Quartiles  # ratio of the two, round by round
+    tau: float  # tokens per target pass over all passes, the target's own included
     tau_by_round: Quartiles
-    nodes: float
-    tree_utilisation: float
-    acceptance_by_depth: list[float] = field(default_factory=list)
-    declined: float
-    efficiency: float
-    shares: dict[str, float]
-    num_identical: int
+    nodes: float  # drafted nodes per target pass, mean
+    tree_utilisation: float  # accepted share of the drafted nodes
+    acceptance_by_depth: list[float] = field(default_factory=list)  # P(accepted at d | the tree reached d), d = 1, …
+    declined: float  # share of the passes in which the controller chose not to draft
+    efficiency: float  # speed-up over tau
+    shares: dict[str, float]  # shares of the time of decoding in "draft", "verify" and "host"
+    num_identical: int  # texts equal to plain decoding's, of `num_texts`
     num_texts: int
-    nats_per_token: float | None
-    draft_errors: int
+    nats_per_token: float | None  # see `Measurement`
+    draft_errors: int  # passes with a draft that was dropped because the drafter failed
 
     @classmethod
     def of_measurement(cls, point: Point, measured: Measurement, plain: Measurement) -> PointResult:

@@ -30,27 +30,19 @@ NEAR_TIE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 2.0**-9, to
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """One prompt decoded by one setup, compared with plain decoding.
-
-    Attributes:
-        temperature: 0 for greedy.
-        mean_acceptance_length: tau of the run, which shows that drafts were accepted.
-        divergence: Index of the first output token that differs, or None.
-        gap: Difference of the two tokens' scores there over the largest logit, recomputed by a plain forward pass.
-        verdict: "identical", "near-tie" (gap within rounding), or "bug".
-    """
+    """One prompt decoded by one setup, compared with plain decoding."""
 
     setup: str
     runner: str
     runner_choice: str
-    temperature: float
+    temperature: float  # 0 for greedy
     batch_size: int
     prompt: int
     num_tokens: int
-    mean_acceptance_length: float
-    divergence: int | None
-    gap: float | None
-    verdict: Verdict
+    mean_acceptance_length: float  # tau of the run, which shows that drafts were accepted
+    divergence: int | None  # index of the first output token that differs, or None
+    gap: float | None  # difference of the two tokens' scores there over the largest logit
+    verdict: Verdict  # "identical", "near-tie" (gap within rounding), or "bug"
 
     @property
     def is_proof(self) -> bool:

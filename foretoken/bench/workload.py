@@ -110,24 +110,15 @@ Asked = str | list[int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """Prompts decoded at several temperatures.
-
-    Attributes:
-        temperatures: 0 for greedy; above, every request is sampled with its own seed.
-        max_tokens: Output tokens a prompt. Text goes on after the end-of-sequence token, answers in a conversation end.
-        seed: Seed of the first prompt; the i-th gets `seed + i`.
-        categories: Category of each prompt; empty if they have none.
-        questions: Row of each prompt: the turns of a conversation have the same; empty if each prompt is a row.
-        source: Name of the prompt set or of its file; empty if it has none.
-    """
+    """Prompts decoded at several temperatures."""
 
     prompts: Sequence[Asked]
-    temperatures: Sequence[float] = (0.0, 0.8)
-    max_tokens: int = 128
-    seed: int = 0
-    categories: Sequence[str] = ()
-    questions: Sequence[int] = ()
-    source: str = ""
+    temperatures: Sequence[float] = (0.0, 0.8)  # 0 for greedy; above, every request is sampled with its own seed
+    max_tokens: int = 128  # output tokens a prompt; only answers of a conversation may end earlier
+    seed: int = 0  # seed of the first prompt; the i-th gets `seed + i`
+    categories: Sequence[str] = ()  # category of each prompt; empty if they have none
+    questions: Sequence[int] = ()  # row of each prompt, the same for all turns; empty if each prompt is a row
+    source: str = ""  # name of the prompt set or of its file; empty if it has none
 
     def params(self, temperature: float) -> list[SamplingParams]:
         """Returns the sampling parameters of every prompt."""

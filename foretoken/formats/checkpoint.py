@@ -28,24 +28,16 @@ if TYPE_CHECKING:
 
 
 class TargetFingerprint(BaseModel):
-    """Identifies the target of a head.
-
-    Attributes:
-        name: Directory or hub id of the target, for people.
-        architecture: Class of the transformers model, or None if unknown.
-        vocab_size: V, width of the logits.
-        num_layers: Number of blocks, or None if unknown.
-        weights: Hash of part of the LM head, or None if unknown.
-    """
+    """Identifies the target of a head."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    name: str | None = None
-    architecture: str | None = None
+    name: str | None = None  # directory or hub id of the target, for people
+    architecture: str | None = None  # class of the transformers model, or None if unknown
     hidden_size: int
-    vocab_size: int
-    num_layers: int | None = None
-    weights: str | None = None
+    vocab_size: int  # V, width of the logits
+    num_layers: int | None = None  # number of blocks, or None if unknown
+    weights: str | None = None  # hash of part of the LM head, or None if unknown
 
     @classmethod
     def of(cls, model: LoadedModel) -> TargetFingerprint:
@@ -228,23 +220,14 @@ def first_heads(checkpoint: HeadCheckpoint, num_heads: int) -> HeadCheckpoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TargetWeights:
-    """Tensors of the target that other formats copy.
+    """Tensors of the target that other formats copy."""
 
-    Attributes:
-        lm_head: (V, E).
-        lm_head_bias: (V,), or None.
-        embedding: (V, E), rows as stored.
-        norm: (E,), of the final norm, or None if it is not found.
-        is_plain: Whether logits are LM head times feature plus bias, neither scaled nor capped.
-        is_embedding_plain: Whether embeddings are the stored rows, not scaled.
-    """
-
-    lm_head: Tensor
-    embedding: Tensor
-    lm_head_bias: Tensor | None = None
-    norm: Tensor | None = None
-    is_plain: bool = True
-    is_embedding_plain: bool = True
+    lm_head: Tensor  # (V, E)
+    embedding: Tensor  # (V, E), rows as stored
+    lm_head_bias: Tensor | None = None  # (V,), or None
+    norm: Tensor | None = None  # (E,), of the final norm, or None if it is not found
+    is_plain: bool = True  # whether logits are LM head times feature plus bias, neither scaled nor capped
+    is_embedding_plain: bool = True  # whether embeddings are the stored rows, not scaled
 
     @classmethod
     def of_model(cls, model: LoadedModel) -> TargetWeights:

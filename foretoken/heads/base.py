@@ -66,14 +66,10 @@ class WindowPositions(NamedTuple):
 
     The first `anchor` tokens keep their positions and all later tokens have `offset` added. So short windows teach a
     head to draft at positions that it never sees as a length. Source: LongSpec, Yang et al. 2025 (arXiv 2502.17421).
-
-    Attributes:
-        anchor: (B, 1) int64, or 0.
-        offset: (B, 1) int64, or 0 for the positions of a text.
     """
 
-    anchor: Tensor | int = 0
-    offset: Tensor | int = 0
+    anchor: Tensor | int = 0  # (B, 1) int64, or 0
+    offset: Tensor | int = 0  # (B, 1) int64, or 0 for the positions of a text
 
     def of(self, tokens: Tensor) -> Tensor:
         """Returns (B, T) int64, (1, T) without offsets; tokens: (T,) int64, counted from the window's begin."""

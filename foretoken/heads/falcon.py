@@ -128,22 +128,15 @@ def _activated(gates: Tensor, c: Tensor | None) -> tuple[Tensor, Tensor]:
 
 
 class FalconConfig(AutoregressiveConfig):
-    """Sizes of a Falcon head.
-
-    Attributes:
-        block: K, tokens of a pass; 2 in the released heads.
-        num_steps: Steps that training measures, a multiple of K; drafts may be deeper.
-        lstm_mode: "recurrent" as in the paper, or "per_position" like the released heads, see `PairLstm`.
-        dropout: Between the LSTM layers, while training.
-    """
+    """Sizes of a Falcon head."""
 
     method: ClassVar[str] = "falcon"
 
-    block: int = Field(default=2, ge=2, le=8)
-    num_steps: int = Field(default=8, ge=2, le=64)
-    lstm_mode: LstmMode = "recurrent"
+    block: int = Field(default=2, ge=2, le=8)  # K, tokens of a pass; 2 in the released heads
+    num_steps: int = Field(default=8, ge=2, le=64)  # that training measures, a multiple of K
+    lstm_mode: LstmMode = "recurrent"  # as in the paper, or "per_position" like the released heads
     has_bias: bool = True
-    dropout: float = Field(default=0.1, ge=0, lt=1)
+    dropout: float = Field(default=0.1, ge=0, lt=1)  # between the LSTM layers, while training
 
     @model_validator(mode="after")
     def _check_sizes(self) -> Self:

@@ -54,23 +54,16 @@ class PrefixLayer(DecoderLayer):
 
 
 class HydraConfig(StepHeadConfig):
-    """Sizes of Hydra heads.
-
-    Attributes:
-        num_layers: L, blocks of each head.
-        tied_blocks: Whether the blocks after the first share weights, as in the released checkpoints.
-        own_lm_head: Whether each head has its own LM head, with a bias; else all share the target's.
-        dropout: Before every block and LM head while training, in [0, 1).
-    """
+    """Sizes of Hydra heads."""
 
     method: ClassVar[str] = "hydra"
 
     num_heads: int = Field(default=4, ge=1, le=64)
-    num_layers: int = Field(default=4, ge=1)
-    tied_blocks: bool = False
-    own_lm_head: bool = False
+    num_layers: int = Field(default=4, ge=1)  # L, blocks of each head
+    tied_blocks: bool = False  # whether the blocks after the first share weights, as in the released checkpoints
+    own_lm_head: bool = False  # whether each head has its own LM head, with a bias; else all share the target's
     prefix: LayerConfig | None = None
-    dropout: float = Field(default=0.0, ge=0, lt=1)
+    dropout: float = Field(default=0.0, ge=0, lt=1)  # before every block and LM head while training, in [0, 1)
 
 
 class HydraHeads(StepHead):

@@ -52,23 +52,16 @@ class _Part(torch.autograd.Function):
 
 
 class MedusaConfig(StepHeadConfig):
-    """Sizes of Medusa heads.
-
-    Attributes:
-        num_layers: L, residual blocks of each head; 0 leaves the LM head alone.
-        tied_blocks: Whether the L blocks of a head share weights, as in checkpoints of code that repeated a module.
-        own_lm_head: Whether each head has its own LM head; else all share the target's.
-        draft_vocab_size: Vd, if the LM heads cover only part of the vocabulary; None for all of it.
-    """
+    """Sizes of Medusa heads."""
 
     method: ClassVar[str] = "medusa"
 
     num_heads: int = Field(default=4, ge=1, le=64)
-    num_layers: int = Field(default=1, ge=0)
+    num_layers: int = Field(default=1, ge=0)  # L, residual blocks of each head; 0 leaves the LM head alone
     has_bias: bool = True
-    tied_blocks: bool = False
-    own_lm_head: bool = False
-    draft_vocab_size: int | None = Field(default=None, ge=1)
+    tied_blocks: bool = False  # whether the L blocks of a head share weights, as in code that repeated a module
+    own_lm_head: bool = False  # whether each head has its own LM head; else all share the target's
+    draft_vocab_size: int | None = Field(default=None, ge=1)  # vd; None for the whole vocabulary
 
     @model_validator(mode="after")
     def _check_sizes(self) -> Self:

@@ -31,9 +31,9 @@ class MlpSpeculatorConfig(StepHeadConfig):
 
     Attributes:
         num_heads: K stages; alpha depends on K, not on the stages that a draft uses.
-        tie_weights: Whether stages share embedding, LM head and norm, and stages after the first their projection.
+        tie_weights: Whether stages share all but the first projection.
         scale_input: Whether the feature is first scaled to a root mean square of 1 / sqrt(2).
-        top_k: Candidates at each depth of the published tree; None for a tree chosen by this program.
+        top_k: Candidates at each depth of the published tree, if there is one.
         num_candidates: Leaves of the published tree.
         rms_norm_eps: Of the scaled feature and of the norms; always 1e-6 in the released code.
     """

@@ -35,27 +35,16 @@ _GOLDEN = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Curve:
-    """How far the drafts of one drafter are accepted, by their depth.
+    """How far the drafts of one drafter are accepted, by their depth."""
 
-    Attributes:
-        name: The drafter as `-s` takes it, without the depth: "hass:chain", "eagle:dynamic".
-        temperature: Of the requests; None if it is not known.
-        lengths: Expected tokens of a pass, the target's own included, for drafts 1, 2, … levels deep.
-        nodes: Mean drafted nodes of a sequence for these drafts, root excluded.
-        asks: Share of the passes in which these drafts have a node.
-        depths: The depths that may be drafted; a tree has one.
-        error: Relative standard error of the lengths.
-        source: Where the figures come from.
-    """
-
-    name: str
-    temperature: float | None
-    lengths: Sequence[float]
-    nodes: Sequence[float]
-    asks: Sequence[float]
-    depths: Sequence[int]
-    error: float
-    source: str
+    name: str  # the drafter as `-s` takes it, without the depth: "hass:chain", "eagle:dynamic"
+    temperature: float | None  # of the requests; None if it is not known
+    lengths: Sequence[float]  # expected tokens of a pass, the target's own included, for drafts 1, 2, … levels deep
+    nodes: Sequence[float]  # mean drafted nodes of a sequence for these drafts, root excluded
+    asks: Sequence[float]  # share of the passes in which these drafts have a node
+    depths: Sequence[int]  # the depths that may be drafted; a tree has one
+    error: float  # relative standard error of the lengths
+    source: str  # where the figures come from
 
     @property
     def method(self) -> str:

@@ -80,17 +80,11 @@ class Iterations:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimedDrafter:
-    """Seconds of a drafter's drafts.
+    """Seconds of a drafter's drafts."""
 
-    Attributes:
-        lines: By batch: seconds of a draft without levels, and seconds of a level.
-        seen: Its iterations of one sequence in the engine, if there were any.
-        seen_depth: Depth of the drafts in these iterations.
-    """
-
-    lines: Mapping[int, tuple[float, float]]
-    seen: Iterations | None = None
-    seen_depth: int = 0
+    lines: Mapping[int, tuple[float, float]]  # by batch: seconds of a draft without levels, and seconds of a level
+    seen: Iterations | None = None  # its iterations of one sequence in the engine, if there were any
+    seen_depth: int = 0  # depth of the drafts in these iterations
 
     def seconds(self, batch: int, depth: int, plain: Iterations) -> float:
         """Returns the seconds of a draft of `depth` levels for the whole batch, linear between the timed batches.
@@ -143,21 +137,13 @@ class TimedPasses:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredCosts:
-    """Costs of this machine at one temperature.
+    """Costs of this machine at one temperature."""
 
-    Attributes:
-        target: Its sizes, for drafters that do not exist yet.
-        passes: Passes as timed alone.
-        plain: Iterations of plain decoding, by batch.
-        free: Iterations of a drafter that costs next to nothing, by batch.
-        drafters: Timed drafters, by name.
-    """
-
-    target: ModelSizes
+    target: ModelSizes  # for drafters that do not exist yet
     passes: TimedPasses
-    plain: Mapping[int, Iterations]
-    free: Mapping[int, Iterations]
-    drafters: Mapping[str, TimedDrafter]
+    plain: Mapping[int, Iterations]  # iterations of plain decoding, by batch
+    free: Mapping[int, Iterations]  # iterations of a drafter that costs next to nothing, by batch
+    drafters: Mapping[str, TimedDrafter]  # by name
     error: float = _MEASURED_ERROR
 
     @property

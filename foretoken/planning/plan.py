@@ -23,21 +23,13 @@ INTERVAL_WIDTH = 1.28
 
 
 class PlannedDraft(NamedTuple):
-    """Drafts of one drafter for a batch.
+    """Drafts of one drafter for a batch."""
 
-    Attributes:
-        name: The drafter, see `Curve.name`.
-        depth: Levels; 0 for plain decoding.
-        nodes: Mean drafted nodes of a sequence.
-        tokens: Expected tokens of a sequence in a pass.
-        asks: Share of the passes in which the drafter proposes anything.
-    """
-
-    name: str
-    depth: int
-    nodes: float
-    tokens: float
-    asks: float
+    name: str  # the drafter, see `Curve.name`
+    depth: int  # levels; 0 for plain decoding
+    nodes: float  # mean drafted nodes of a sequence
+    tokens: float  # expected tokens of a sequence in a pass
+    asks: float  # share of the passes in which the drafter proposes anything
 
     @property
     def method(self) -> str:
@@ -67,24 +59,16 @@ class IterationCosts(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
-    """One drafter at one depth and batch.
-
-    Attributes:
-        batch: Sequences decoded at once.
-        tokens_per_s: Of the whole batch; `low` and `high` are the ends of an 80 % interval.
-        speed_up: Over plain decoding.
-        seconds: Of verification, drafting and host, an iteration each.
-        source: Of the acceptance.
-    """
+    """One drafter at one depth and batch."""
 
     draft: PlannedDraft
-    batch: int
-    tokens_per_s: float
+    batch: int  # sequences decoded at once
+    tokens_per_s: float  # of the whole batch; `low` and `high` are the ends of an 80 % interval
     low: float
     high: float
-    speed_up: float
-    seconds: tuple[float, float, float]
-    source: str = ""
+    speed_up: float  # over plain decoding
+    seconds: tuple[float, float, float]  # of verification, drafting and host, an iteration each
+    source: str = ""  # of the acceptance
 
     @property
     def setup(self) -> str:
@@ -201,20 +185,13 @@ Word = Literal["take", "do not draft", "not decided"]
 
 
 class Advice(NamedTuple):
-    """What to take at one batch.
-
-    Attributes:
-        verdict: "take", "do not draft", or "not decided" for a gain in whose interval plain decoding lies.
-        best: The fastest drafter that pays; None without one.
-        second: The next drafter; None without a second that pays.
-        reason: A sentence or two.
-    """
+    """What to take at one batch."""
 
     batch: int
-    verdict: Word
-    best: Prediction | None
-    second: Prediction | None
-    reason: str
+    verdict: Word  # "take", "do not draft", or "not decided" for a gain in whose interval plain decoding lies
+    best: Prediction | None  # the fastest drafter that pays; None without one
+    second: Prediction | None  # the next drafter; None without a second that pays
+    reason: str  # a sentence or two
 
 
 def advise(found: Sequence[Prediction]) -> Advice:
@@ -276,20 +253,13 @@ _LARGEST_BATCH = 1024  # of the search for a break-even; a choice
 
 
 class Page(NamedTuple):
-    """What is planned for one temperature.
-
-    Attributes:
-        predictions: By batch: every drafter at every depth and plain decoding, the fastest first.
-        advice: By batch.
-        last_batch: Least batch from which on no drafter pays; None if there is none, or if none pays at all.
-        last_context: Least context from which on no drafter pays at the smallest batch; None as above.
-    """
+    """What is planned for one temperature."""
 
     temperature: float
-    predictions: Sequence[Sequence[Prediction]]
-    advice: Sequence[Advice]
-    last_batch: int | None
-    last_context: int | None
+    predictions: Sequence[Sequence[Prediction]]  # by batch; the fastest first, with plain decoding
+    advice: Sequence[Advice]  # by batch
+    last_batch: int | None  # least batch from which on no drafter pays; None if there is none, or if none pays at all
+    last_context: int | None  # least context from which on no drafter pays at the smallest batch; None as above
 
     @property
     def pays(self) -> bool:
@@ -298,40 +268,25 @@ class Page(NamedTuple):
 
 
 class Need(NamedTuple):
-    """Memory of a method's drafter of the usual size, and the time to train it.
-
-    Attributes:
-        name: The method.
-        weight_bytes: Bytes of the weights that it does not share with the target.
-        training_s: Seconds to train it on this machine; None for a drafter that is not trained for a target.
-    """
+    """Memory of a method's drafter of the usual size, and the time to train it."""
 
     name: str
-    weight_bytes: float
-    training_s: float | None
+    weight_bytes: float  # bytes of the weights that it does not share with the target
+    training_s: float | None  # seconds to train it on this machine; None for a drafter that is not trained for a target
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """A plan for one model on one machine, with a page for each temperature.
-
-    Attributes:
-        context: Committed tokens of a sequence.
-        weight_bytes: Of the target.
-        kv_bytes: Of the KV cache of one sequence with `context` tokens.
-        most_sequences: Sequences that fit into memory beside the weights; None if the memory is not known.
-        needs: Drafters with weights of their own.
-        curves: The acceptance behind the plan, by temperature.
-    """
+    """A plan for one model on one machine, with a page for each temperature."""
 
     pages: Sequence[Page]
-    context: float
+    context: float  # committed tokens of a sequence
     limits: Limits
-    weight_bytes: float
-    kv_bytes: float
-    most_sequences: int | None
-    needs: Sequence[Need]
-    curves: Mapping[float, Sequence[Curve]] = field(default_factory=dict)
+    weight_bytes: float  # of the target
+    kv_bytes: float  # of the KV cache of one sequence with `context` tokens
+    most_sequences: int | None  # sequences that fit into memory beside the weights; None if the memory is not known
+    needs: Sequence[Need]  # drafters with weights of their own
+    curves: Mapping[float, Sequence[Curve]] = field(default_factory=dict)  # by temperature
 
     def as_dict(self) -> dict[str, Any]:
         """Returns the plan JSON-ready."""

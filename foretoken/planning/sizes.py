@@ -22,35 +22,20 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSizes:
-    """The sizes of a model that decide what a pass costs.
+    """The sizes of a model that decide what a pass costs."""
 
-    Attributes:
-        layers: L, with attention.
-        hidden_size: D.
-        heads: H, query heads.
-        kv_heads: Hk.
-        head_dim: Width of a head.
-        vocab_size: V, logits of a token; 0 without an LM head.
-        weights: Weights that every pass reads: all but the experts and an embedding that only looks up rows.
-        experts: Experts of a layer; 0 for a dense model.
-        experts_per_token: Experts that a token uses.
-        expert_weights: Weights of one expert, summed over the layers.
-        weight_bytes: Bytes of a weight.
-        kv_bytes: Bytes of an element of the KV cache.
-    """
-
-    layers: int
-    hidden_size: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    vocab_size: int
-    weights: float
-    experts: int = 0
-    experts_per_token: int = 0
-    expert_weights: float = 0.0
-    weight_bytes: float = 2.0
-    kv_bytes: float = 2.0
+    layers: int  # L, with attention
+    hidden_size: int  # D
+    heads: int  # H, query heads
+    kv_heads: int  # Hk
+    head_dim: int  # width of a head
+    vocab_size: int  # V, logits of a token; 0 without an LM head
+    weights: float  # weights that every pass reads: all but the experts and an embedding that only looks up rows
+    experts: int = 0  # experts of a layer; 0 for a dense model
+    experts_per_token: int = 0  # experts that a token uses
+    expert_weights: float = 0.0  # weights of one expert, summed over the layers
+    weight_bytes: float = 2.0  # bytes of a weight
+    kv_bytes: float = 2.0  # bytes of an element of the KV cache
 
     @property
     def active_weights(self) -> float:
@@ -70,17 +55,11 @@ class ModelSizes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """A device as the roofline sees it.
+    """A device as the roofline sees it."""
 
-    Attributes:
-        bytes_per_s: Memory bandwidth that passes reach.
-        flops_per_s: Arithmetic that passes reach, in the dtype of the weights.
-        memory_bytes: Memory for weights and KV cache.
-    """
-
-    bytes_per_s: float
-    flops_per_s: float
-    memory_bytes: float
+    bytes_per_s: float  # memory bandwidth that passes reach
+    flops_per_s: float  # arithmetic that passes reach, in the dtype of the weights
+    memory_bytes: float  # memory for weights and KV cache
 
 
 _LOGIT_READS = 3  # times that softmax and sampling go over float32 logits; a choice: two for softmax, one for the draw
@@ -204,21 +183,13 @@ _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
 class DrafterSizes(NamedTuple):
-    """The sizes of a drafter with weights.
+    """The sizes of a drafter with weights."""
 
-    Attributes:
-        reads: Sizes of one of its passes, the shared LM head included.
-        own_weights: Weights that it does not share with the target: what is trained and stored.
-        levels: Levels of a draft that one pass gives.
-        training_steps: Passes over each token in training: heads that learn from their own drafts have several.
-        window: Most KV rows that a token reads; None for the whole context.
-    """
-
-    reads: ModelSizes
-    own_weights: float
-    levels: int = 1
-    training_steps: int = 1
-    window: int | None = None
+    reads: ModelSizes  # sizes of one of its passes, the shared LM head included
+    own_weights: float  # weights that it does not share with the target: what is trained and stored
+    levels: int = 1  # levels of a draft that one pass gives
+    training_steps: int = 1  # passes over each token in training: heads that learn from their own drafts have several
+    window: int | None = None  # most KV rows that a token reads; None for the whole context
 
 
 def drafter_sizes(method: str, target: ModelSizes) -> DrafterSizes | None:
