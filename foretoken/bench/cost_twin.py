@@ -53,27 +53,17 @@ _EXAMPLES = 4  # sizes that a message names; a choice
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TwinPlan:
-    """The settings of a twin.
+    """The settings of a twin."""
 
-    Attributes:
-        model: Directory of the trained target.
-        out: Directory of its twin; drafters go to directories named after it, such as `OUT-medusa` and `OUT-draft`.
-        num_layers: Layers of the twin, at least the target's.
-        hidden_size: Hidden size of the twin: the target's times a power of four.
-        heads: Directories of heads; None for all `MODEL-…` beside the target.
-        draft_model: "pad" for a padded `MODEL-draft`, "keep" for its size, "none" for no copy.
-        fill: Values of added weights; see `Padding`.
-        dtype: Dtype of all weights; None keeps theirs.
-    """
-
-    model: Path
-    out: Path
-    num_layers: int
-    hidden_size: int
-    heads: Sequence[Path] | None = None
+    model: Path  # directory of the trained target
+    out: Path  # directory of its twin; drafters go to directories named after it, such as `OUT-medusa` and `OUT-draft`
+    num_layers: int  # layers of the twin, at least the target's
+    hidden_size: int  # hidden size of the twin: the target's times a power of four
+    heads: Sequence[Path] | None = None  # directories of heads; None for all `MODEL-…` beside the target
+    # "pad" for a padded `MODEL-draft`, "keep" for its size, "none" for no copy.
     draft_model: Literal["pad", "keep", "none"] = "pad"
-    fill: Fill = "zeros"
-    dtype: torch.dtype | None = None
+    fill: Fill = "zeros"  # values of added weights; see `Padding`
+    dtype: torch.dtype | None = None  # dtype of all weights; None keeps theirs
     seed: int = 0
     device: str = "cpu"
 

@@ -44,39 +44,28 @@ _FAINT = 2.0**-100  # of weights in place of zeros: what they add is lost in rou
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
-    """How one tensor grows.
+    """How one tensor grows."""
 
-    Attributes:
-        axes: Axes that grow, counted from the last: -1 for columns, -2 for rows.
-        is_written: Whether its output is added to the residual stream or enters a norm: all new numbers are then zero,
-            with any filling.
-        is_scaled_down: Whether its numbers are divided by the root of the factor: for weights of norms over growing
-            axes, and weights that undo the former scale of such a norm.
-        parts: Number of vectors of the hidden size side by side in the last axis; each of them grows.
-        row_parts: The same in the axis before, such as the gates of an LSTM.
-    """
-
-    axes: tuple[int, ...] = ()
+    axes: tuple[int, ...] = ()  # axes that grow, counted from the last: -1 for columns, -2 for rows
+    # Whether its output is added to the residual stream or enters a norm: all new numbers are then zero, with any
+    # filling.
     is_written: bool = False
+    # Whether its numbers are divided by the root of the factor: for weights of norms over growing axes, and weights
+    # that undo the former scale of such a norm.
     is_scaled_down: bool = False
-    parts: int = 1
-    row_parts: int = 1
+    parts: int = 1  # number of vectors of the hidden size side by side in the last axis; each of them grows
+    row_parts: int = 1  # the same in the axis before, such as the gates of an LSTM
 
 
 @dataclass(frozen=True, slots=True)
 class Padding:
-    """Pads by one factor.
+    """Pads by one factor."""
 
-    Attributes:
-        factor: A power of four.
-        fill: Added weights: "zeros", or "random" if their output is later multiplied by zero, and faint numbers in
-            place of zero matrices.
-        generator: For the random weights; padded tensors lie on its device.
-    """
-
-    factor: int
+    factor: int  # a power of four
+    # Added weights: "zeros", or "random" if their output is later multiplied by zero, and faint numbers in place of
+    # zero matrices.
     fill: Fill
-    generator: torch.Generator
+    generator: torch.Generator  # for the random weights; padded tensors lie on its device
 
     @property
     def root(self) -> int:

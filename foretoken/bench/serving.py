@@ -126,27 +126,17 @@ _LONGEST_ERROR = 300  # characters kept of an error; a choice
 
 @dataclass(slots=True, kw_only=True)
 class Answer:
-    """The answer to a request, filled as its parts arrive.
+    """The answer to a request, filled as its parts arrive."""
 
-    Attributes:
-        start: The time of sending, on the clock of `time.perf_counter`.
-        latency: Seconds to the end.
-        times: Seconds from the start to each part with text.
-        parts: The texts of these parts.
-        num_input: Prompt tokens; None if the server does not say.
-        num_output: Output tokens; None if the server does not say.
-        drafting: vLLM's figures of speculative decoding, if the server sends them.
-        status: HTTP status of a refusal, "stream" for an interrupted stream or an error in it, "connection" or
-            "timeout"; None for a complete answer.
-    """
-
-    start: float
-    latency: float = 0.0
-    times: list[float] = field(default_factory=list)
-    parts: list[str] = field(default_factory=list)
-    num_input: int | None = None
-    num_output: int | None = None
-    drafting: dict[str, Any] | None = None
+    start: float  # the time of sending, on the clock of `time.perf_counter`
+    latency: float = 0.0  # seconds to the end
+    times: list[float] = field(default_factory=list)  # seconds from the start to each part with text
+    parts: list[str] = field(default_factory=list)  # the texts of these parts
+    num_input: int | None = None  # prompt tokens; None if the server does not say
+    num_output: int | None = None  # output tokens; None if the server does not say
+    drafting: dict[str, Any] | None = None  # vLLM's figures of speculative decoding, if the server sends them
+    # HTTP status of a refusal, "stream" for an interrupted stream or an error in it, "connection" or "timeout"; None
+    # for a complete answer.
     status: str | None = None
     error: str = ""
 

@@ -33,23 +33,15 @@ _QUANTILES = (0.25, 0.5, 0.75)
 
 @dataclass(slots=True, kw_only=True)
 class RequestRun:
-    """What one request contributes.
-
-    Attributes:
-        category: Category of its prompt.
-        num_tokens: Output tokens.
-        lengths: Passes after prefill by the number of tokens that they gave; empty if they are not known.
-        times: Seconds, on any clock, at which tokens came.
-        question: Number of its question; the turns of a conversation have the same.
-        seconds: From the call to its last token, prefill included.
-    """
+    """What one request contributes."""
 
     category: str = NO_CATEGORY
     num_tokens: int = 0
+    # Passes after prefill by the number of tokens that they gave; empty if they are not known.
     lengths: Counter[int] = field(default_factory=Counter)
-    times: list[float] = field(default_factory=list)
-    question: int = 0
-    seconds: float = 0.0
+    times: list[float] = field(default_factory=list)  # seconds, on any clock, at which tokens came
+    question: int = 0  # number of its question; the turns of a conversation have the same
+    seconds: float = 0.0  # from the call to its last token, prefill included
 
     @property
     def acceptance_length(self) -> float | None:

@@ -86,26 +86,20 @@ class HeadExtras(BaseModel):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadCheckpoint:
-    """A head with its target.
-
-    Attributes:
-        weights: State dictionary of `build_head(config)`.
-        target: The target that the head was trained for, or None if unknown.
-        acceptance: Measured on held-out text: entry i, r is P(candidate r of head i is the target's token | the heads
-            before were right); None if unknown.
-        choices: The static tree that the checkpoint recommends, in Medusa's notation, or None.
-        draft_vocab: Ascending ids of the tokens that a head with the target's LM head learned over, and drafts on CPUs
-            unless told otherwise; None for all.
-        notes: Origin of the head, for people.
-    """
+    """A head with its target."""
 
     config: HeadConfig
-    weights: Mapping[str, Tensor]
-    target: TargetFingerprint | None = None
+    weights: Mapping[str, Tensor]  # state dictionary of `build_head(config)`
+    target: TargetFingerprint | None = None  # the target that the head was trained for, or None if unknown
+    # Measured on held-out text: entry i, r is P(candidate r of head i is the target's token | the heads before were
+    # right); None if unknown.
     acceptance: Sequence[Sequence[float]] | None = None
+    # The static tree that the checkpoint recommends, in Medusa's notation, or None.
     choices: Sequence[Sequence[int]] | None = None
+    # Ascending ids of the tokens that a head with the target's LM head learned over, and drafts on CPUs unless told
+    # otherwise; None for all.
     draft_vocab: Sequence[int] | None = None
-    notes: Mapping[str, Any] = field(default_factory=dict)
+    notes: Mapping[str, Any] = field(default_factory=dict)  # origin of the head, for people
 
     def check_target(self, target: TargetFingerprint, *, what: str) -> None:
         """Raises `ConfigError` if the head, named `what`, was trained for another target."""

@@ -39,22 +39,14 @@ UPSTREAM_ROPE_THETA = 10000.0  # the released code never reads the target's
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HydraNames:
-    """Templates of tensor names; {head} and {index} stand for numbers.
+    """Templates of tensor names; {head} and {index} stand for numbers."""
 
-    Attributes:
-        first: Of a head's first block, before `.linear` and `.res_connection`.
-        further: Of the other blocks, before `.weight` and `.bias`.
-        start: Index of the first of the other blocks.
-        stride: Difference of their indices.
-        lm_head: Of a head's LM head, before `.weight` and `.bias`.
-        prefix: Of the decoder block's layer and of the norm behind it; None for heads without a decoder block.
-    """
-
-    first: str
-    further: str
-    start: int = 0
-    stride: int = 1
-    lm_head: str
+    first: str  # of a head's first block, before `.linear` and `.res_connection`
+    further: str  # of the other blocks, before `.weight` and `.bias`
+    start: int = 0  # index of the first of the other blocks
+    stride: int = 1  # difference of their indices
+    lm_head: str  # of a head's LM head, before `.weight` and `.bias`
+    # Of the decoder block's layer and of the norm behind it; None for heads without a decoder block.
     prefix: tuple[str, str] | None = None
 
     def table(self, config: HydraConfig) -> dict[str, Place]:

@@ -80,15 +80,11 @@ IN_PLACE = WindowPositions()
 
 
 class Head(nn.Module, ABC):
-    """Drafts from the target's features.
-
-    Attributes:
-        token_map: (Vd,) int64, the token of each logit, or None for all.
-        draft_vocab: Tokens that a head with the target's LM head learned over, see `HeadCheckpoint`.
-    """
+    """Drafts from the target's features."""
 
     config: HeadConfig
-    token_map: Tensor | None
+    token_map: Tensor | None  # (Vd,) int64, the token of each logit, or None for all
+    # Tokens that a head with the target's LM head learned over, see `HeadCheckpoint`.
     draft_vocab: Sequence[int] | None = None
 
     def __init__(self, config: HeadConfig) -> None:

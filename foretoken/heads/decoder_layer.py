@@ -34,14 +34,7 @@ class Placement(TypedDict, total=False):
 
 
 class LayerConfig(BaseModel):
-    """Sizes H, Hk, Dh and I of the block, usually those of the target's blocks.
-
-    Attributes:
-        rms_norm_eps: Epsilon of all norms.
-        rope_theta: Base of the rotary frequencies. Most released heads have 10000, whatever the target has.
-        rope_scaling: Scaling of the frequencies, in transformers' words without the base, such as {"rope_type":
-            "linear", "factor": 4.0}; also "llama3" and "yarn". None for no scaling.
-    """
+    """Sizes H, Hk, Dh and I of the block, usually those of the target's blocks."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -50,8 +43,11 @@ class LayerConfig(BaseModel):
     head_dim: int = Field(ge=2, multiple_of=2)
     intermediate_size: int = Field(ge=1)
     attention_bias: bool = False
-    rms_norm_eps: float = Field(default=1e-6, gt=0)
+    rms_norm_eps: float = Field(default=1e-6, gt=0)  # epsilon of all norms
+    # Base of the rotary frequencies. Most released heads have 10000, whatever the target has.
     rope_theta: float = Field(default=10000.0, gt=0)
+    # Scaling of the frequencies, in transformers' words without the base, such as {"rope_type": "linear", "factor":
+    # 4.0}; also "llama3" and "yarn". None for no scaling.
     rope_scaling: dict[str, Any] | None = None
 
     @model_validator(mode="after")

@@ -28,28 +28,20 @@ if TYPE_CHECKING:
 
 
 class Eagle3Config(AutoregressiveConfig):
-    """Sizes of an EAGLE-3 head.
-
-    Attributes:
-        boundaries: The taps, see `foretoken.core.passes`; the paper takes 2, L // 2 and L - 3 of L blocks.
-        draft_hidden_size: W; None for E.
-        draft_vocab_size: Vd, if drafts cover a part of the vocabulary; None for all of it.
-        own_embedding: Whether the head embeds tokens itself; needed if W differs from E.
-        norm_before_residual: Whether the block's residual is the normed state.
-        norm_before_fc: Whether one norm over all features comes before the fusion.
-        fc_norms: Whether each feature has a norm of its own before the fusion.
-        feeds_normed: Whether the next step reads the output after the norm, like the LM head, instead of before it.
-    """
+    """Sizes of an EAGLE-3 head."""
 
     method: ClassVar[str] = "eagle3"
 
+    # The taps, see `foretoken.core.passes`; the paper takes 2, L // 2 and L - 3 of L blocks.
     boundaries: tuple[Annotated[int, Field(ge=0)], ...] = Field(min_length=1)
-    draft_hidden_size: int | None = Field(default=None, ge=1)
+    draft_hidden_size: int | None = Field(default=None, ge=1)  # W; None for E
+    # Vd, if drafts cover a part of the vocabulary; None for all of it.
     draft_vocab_size: int | None = Field(default=None, ge=1)
-    own_embedding: bool = False
-    norm_before_residual: bool = False
-    norm_before_fc: bool = False
-    fc_norms: bool = False
+    own_embedding: bool = False  # whether the head embeds tokens itself; needed if W differs from E
+    norm_before_residual: bool = False  # whether the block's residual is the normed state
+    norm_before_fc: bool = False  # whether one norm over all features comes before the fusion
+    fc_norms: bool = False  # whether each feature has a norm of its own before the fusion
+    # Whether the next step reads the output after the norm, like the LM head, instead of before it.
     feeds_normed: bool = False
 
     @model_validator(mode="after")

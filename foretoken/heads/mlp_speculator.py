@@ -27,25 +27,17 @@ if TYPE_CHECKING:
 
 
 class MlpSpeculatorConfig(StepHeadConfig):
-    """Sizes of an MLP speculator.
-
-    Attributes:
-        num_heads: K stages; alpha depends on K, not on the stages that a draft uses.
-        tie_weights: Whether stages share all but the first projection.
-        scale_input: Whether the feature is first scaled to a root mean square of 1 / sqrt(2).
-        top_k: Candidates at each depth of the published tree, if there is one.
-        num_candidates: Leaves of the published tree.
-        rms_norm_eps: Of the scaled feature and of the norms; always 1e-6 in the released code.
-    """
+    """Sizes of an MLP speculator."""
 
     method: ClassVar[str] = "mlp_speculator"
 
-    num_heads: int = Field(default=3, ge=1, le=64)
+    num_heads: int = Field(default=3, ge=1, le=64)  # K stages; alpha depends on K, not on the stages that a draft uses
     inner_dim: int = Field(default=256, ge=2)
-    tie_weights: bool = True
-    scale_input: bool = True
-    top_k: tuple[int, ...] | None = None
-    num_candidates: int = Field(default=5, ge=1)
+    tie_weights: bool = True  # whether stages share all but the first projection
+    scale_input: bool = True  # whether the feature is first scaled to a root mean square of 1 / sqrt(2)
+    top_k: tuple[int, ...] | None = None  # candidates at each depth of the published tree, if there is one
+    num_candidates: int = Field(default=5, ge=1)  # leaves of the published tree
+    # Of the scaled feature and of the norms; always 1e-6 in the released code.
     rms_norm_eps: float = Field(default=1e-6, gt=0)
 
     @model_validator(mode="after")

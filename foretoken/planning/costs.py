@@ -62,20 +62,14 @@ class RooflineCosts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Iterations:
-    """Means over the iterations of one drafter, or of plain decoding, in the engine.
+    """Means over the iterations of one drafter, or of plain decoding, in the engine."""
 
-    Attributes:
-        tokens: Tokens of a pass, over the whole batch.
-        pass_ratio: Seconds of the passes over the seconds of such passes as they were timed alone: caches are colder
-            here, features are read, and other programs run.
-        draft_s: Seconds of the draft stage, which are above 0 even if nothing is drafted.
-        host_s: Seconds outside of passes and drafts.
-    """
-
-    tokens: float
+    tokens: float  # tokens of a pass, over the whole batch
+    # Seconds of the passes over the seconds of such passes as they were timed alone: caches are colder here, features
+    # are read, and other programs run.
     pass_ratio: float
-    draft_s: float
-    host_s: float
+    draft_s: float  # seconds of the draft stage, which are above 0 even if nothing is drafted
+    host_s: float  # seconds outside of passes and drafts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -60,18 +60,13 @@ class Observed:
     """Iterations of one engine at one temperature and batch size.
 
     Seconds and tokens are those of iterations that read no prompt and in which the batch is full.
-
-    Attributes:
-        batch: Sequences decoded at once.
-        texts: The steps of each text, in order, of all iterations.
-        iterations: Tokens of the pass, and seconds of the pass, of drafting, and of accepting and committing.
-        other_s: Seconds outside of the stages, an iteration, of all iterations.
     """
 
-    batch: int = 1
-    texts: list[list[ReplayedStep]] = field(default_factory=list)
+    batch: int = 1  # sequences decoded at once
+    texts: list[list[ReplayedStep]] = field(default_factory=list)  # the steps of each text, in order, of all iterations
+    # Tokens of the pass, and seconds of the pass, of drafting, and of accepting and committing.
     iterations: list[tuple[int, float, float, float]] = field(default_factory=list)
-    other_s: list[float] = field(default_factory=list)
+    other_s: list[float] = field(default_factory=list)  # seconds outside of the stages, an iteration, of all iterations
 
     def add(self, record: StepRecord) -> None:
         """Adds the seconds of an iteration, if it counts."""
