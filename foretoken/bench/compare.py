@@ -57,50 +57,33 @@ _SUMMED = (
 
 @dataclass(slots=True)
 class Measurement:
-    """One setup at one temperature.
-
-    Attributes:
-        seconds: Wall-clock seconds of each round of prompts, without prefill; rounds of all setups are interleaved.
-        tokens: Output tokens of each round without the first of each prompt, which prefill gives.
-        taus: Acceptance length of each round.
-        texts: Output token ids, one entry a prompt and repeat.
-        num_identical: Entries of `texts` that equal plain decoding's; None for plain decoding.
-        speed_ups: Tokens per second over plain decoding's in the same round; empty for plain decoding.
-        speed_up: Median of `speed_ups`.
-        speed_up_spread: Smallest and largest of `speed_ups`.
-        nats_per_token: Mean surprise of the target at temperature 1 over the output, in nats; compared with plain
-            decoding's, it shows the cost of a lossy rule. None if all setups are lossless.
-        batch_size: Sequences decoded at once.
-        verify_seconds: Of target passes; this and the next two sum over iterations, prompt tokens left out.
-        draft_seconds: Of drafting.
-        host_seconds: Between the ends of iterations, outside of passes and drafting: accepting, committing, text.
-        last_step: When the last iteration ended, in seconds; None before the first.
-        runs: One for each entry of `texts`.
-        wall_seconds: Wall-clock seconds of all rounds, prefill included.
-    """
+    """One setup at one temperature, over rounds of prompts; rounds of all setups are interleaved."""
 
     setup: str
     temperature: float
     runner: str
     runner_choice: str
-    seconds: list[float] = field(default_factory=list)
-    tokens: list[int] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)  # wall-clock seconds of each round, without prefill
+    tokens: list[int] = field(default_factory=list)  # output tokens of each round, without those that prefill gives
     metrics: GenerationMetrics = field(default_factory=GenerationMetrics)
+    # Sums over iterations, prompt tokens left out. The host accepts, commits and makes text between passes and drafts.
     iterations: int = 0
     verify_seconds: float = 0.0
     draft_seconds: float = 0.0
     host_seconds: float = 0.0
-    last_step: float | None = None
-    taus: list[float] = field(default_factory=list)
-    texts: list[list[int]] = field(default_factory=list)
-    num_identical: int | None = None
-    speed_ups: list[float] = field(default_factory=list)
-    speed_up: float = 1.0
-    speed_up_spread: tuple[float, float] = (1.0, 1.0)
+    last_step: float | None = None  # when the last iteration ended, in seconds; None before the first
+    taus: list[float] = field(default_factory=list)  # acceptance length of each round
+    texts: list[list[int]] = field(default_factory=list)  # output token ids, one entry a prompt and repeat
+    num_identical: int | None = None  # entries of `texts` that equal plain decoding's; None for plain decoding
+    speed_ups: list[float] = field(default_factory=list)  # over plain decoding in the same round; empty for that
+    speed_up: float = 1.0  # median of `speed_ups`
+    speed_up_spread: tuple[float, float] = (1.0, 1.0)  # smallest and largest of `speed_ups`
+    # Mean surprise of the target at temperature 1 over the output, in nats; None if all setups are lossless. Compared
+    # with plain decoding's, it shows the cost of a lossy rule.
     nats_per_token: float | None = None
-    batch_size: int = 1
-    runs: list[RequestRun] = field(default_factory=list)
-    wall_seconds: float = 0.0
+    batch_size: int = 1  # sequences decoded at once
+    runs: list[RequestRun] = field(default_factory=list)  # one for each entry of `texts`
+    wall_seconds: float = 0.0  # of all rounds, prefill included
 
     @property
     def tokens_per_s(self) -> float:

@@ -147,13 +147,7 @@ class PointResult:
 
 
 class SweepResults:
-    """The results of a sweep in its directory.
-
-    Attributes:
-        date: The day on which the sweep began.
-        points: Measured points, in the order of measuring.
-        refused: Name and reason of points that cannot be measured, each once.
-    """
+    """The results of a sweep in its directory, which began on `date`."""
 
     def __init__(self, directory: Path, conditions: Mapping[str, Any] | None = None) -> None:
         """Opens or creates the results; removes a line that an interruption cut off.
@@ -164,8 +158,8 @@ class SweepResults:
         path = directory / RESULTS
         self._file = JournalFile(path, conditions, advice="Choose another directory, or remove this one.")
         self.conditions, self.date = self._file.conditions, self._file.date
-        self.points: list[PointResult] = []
-        self.refused: dict[str, str] = {}
+        self.points: list[PointResult] = []  # in the order of measuring
+        self.refused: dict[str, str] = {}  # name and reason of points that cannot be measured
         self._done: set[str] = set()
         try:
             for line in self._file.lines:

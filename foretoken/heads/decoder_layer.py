@@ -83,14 +83,7 @@ class KeyValue(NamedTuple):
 
 
 class DecoderLayer(nn.Module):
-    """The block. Parameter names are those of a Llama block of transformers, with short names of norms.
-
-    Attributes:
-        k_proj: None, like `v_proj`, in blocks that read keys and values of another module.
-        input_norm: (E,) before attention, of the first input; None without this norm.
-        side_norm: (E,) of the second input; None in blocks with one input.
-        post_attention_norm: (E,) before the feed-forward layer.
-    """
+    """The block. Parameter names are those of a Llama block of transformers, with short names of norms."""
 
     def __init__(
         self,
@@ -116,14 +109,15 @@ class DecoderLayer(nn.Module):
             return nn.Parameter(torch.empty(width, **place))
 
         self.q_proj = linear(read, queries, bias=config.attention_bias)
+        # None in blocks that read keys and values of another module.
         self.k_proj = linear(read, values, bias=config.attention_bias) if has_keys else None
         self.v_proj = linear(read, values, bias=config.attention_bias) if has_keys else None
         self.o_proj = linear(queries, width)
         self.gate_proj = linear(width, config.intermediate_size)
         self.up_proj = linear(width, config.intermediate_size)
         self.down_proj = linear(config.intermediate_size, width)
-        self.input_norm = norm() if has_input_norm else None
-        self.side_norm = norm() if has_side else None
+        self.input_norm = norm() if has_input_norm else None  # of the first input, before attention
+        self.side_norm = norm() if has_side else None  # of the second input
         self.post_attention_norm = norm()
         self._scaled: dict[torch.device, tuple[Tensor, float]] = {}  # frequencies by device, computed on first use
 

@@ -69,17 +69,7 @@ class Eagle3Config(AutoregressiveConfig):
 
 
 class Eagle3Head(AutoregressiveHead):
-    """The network.
-
-    Attributes:
-        fc: (W, F E), fuses the features.
-        feature_norm: (F E,), of all features together, or None.
-        feature_norms: (F, E), of each feature, or None.
-        state_norm: (W,), of the state, if the normed state is the block's residual; else None.
-        norm: (W,), before the LM head.
-        lm_head: (Vd, W).
-        embedding: (V, W), or None for the target's.
-    """
+    """The network; without an embedding of its own the head reads the target's."""
 
     config: Eagle3Config
 
@@ -90,14 +80,14 @@ class Eagle3Head(AutoregressiveHead):
         def empty(*sizes: int) -> nn.Parameter:
             return nn.Parameter(torch.empty(*sizes, **place))
 
-        self.fc = nn.Linear(taps * size, width, bias=False, **place)
-        self.feature_norm = empty(taps * size) if config.norm_before_fc else None
-        self.feature_norms = empty(taps, size) if config.fc_norms else None
-        self.state_norm = empty(width) if config.norm_before_residual else None
+        self.fc = nn.Linear(taps * size, width, bias=False, **place)  # fuses the features
+        self.feature_norm = empty(taps * size) if config.norm_before_fc else None  # of all features together
+        self.feature_norms = empty(taps, size) if config.fc_norms else None  # of each feature
+        self.state_norm = empty(width) if config.norm_before_residual else None  # the normed state is the residual
         self.layer = DecoderLayer(
             config.layer, width, has_input_norm=not config.norm_before_residual, has_side=True, **place,
         )  # fmt: skip
-        self.norm = empty(width)
+        self.norm = empty(width)  # before the LM head
         rows = config.draft_vocab_size or config.vocab_size
         self.lm_head = nn.Linear(width, rows, bias=False, **place)
         self.embedding = empty(config.vocab_size, width) if config.own_embedding else None

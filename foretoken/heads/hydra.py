@@ -67,15 +67,7 @@ class HydraConfig(StepHeadConfig):
 
 
 class HydraHeads(StepHead):
-    """The network.
-
-    Attributes:
-        prefix: The block of Hydra++, or None.
-        first: K first blocks, each with a wider input than the one before.
-        weight: (K, L - 1 or 1 when tied, E, E), the further blocks.
-        bias: (K, L - 1 or 1, E).
-        lm_heads: K linear layers with bias; empty if the target's LM head is shared.
-    """
+    """The network: `prefix` in Hydra++, first blocks, further blocks, and LM heads unless the target's is shared."""
 
     config: HydraConfig
 
@@ -85,6 +77,7 @@ class HydraHeads(StepHead):
         stored = 1 if config.tied_blocks and more else more
         self.prefix = None if config.prefix is None else PrefixLayer(config.prefix, width, **place)
         self.first = nn.ModuleList(FirstBlock((i + 2) * width, width, **place) for i in range(heads))
+        # Of the further blocks: (K, L - 1 or 1 when tied, E, E) and (K, L - 1 or 1, E).
         self.weight = nn.Parameter(torch.empty(heads, stored, width, width, **place))
         self.bias = nn.Parameter(torch.empty(heads, stored, width, **place))
         self._further: list[list[nn.Module]] = []  # the further blocks as layers, after `optimize_for_inference`

@@ -80,12 +80,6 @@ class MedusaHeads(StepHead):
 
     The feature is the output of the target's last norm. Some checkpoints start each head with a frozen copy of that
     norm on the residual stream; their network is the same as this one with `has_bias=False`.
-
-    Attributes:
-        weight: (K, L or 1 when tied, E, E).
-        bias: (K, L or 1, E), or None.
-        lm_head: (K, Vd, E), or None if the target's is shared.
-        token_map: (Vd,) int64 buffer, the token of each row of `lm_head`, or None.
     """
 
     config: MedusaConfig
@@ -98,10 +92,10 @@ class MedusaHeads(StepHead):
             return nn.Parameter(torch.empty(*size, **place))
 
         heads, width = config.num_heads, config.hidden_size
-        self.weight = empty(heads, stored, width, width)
+        self.weight = empty(heads, stored, width, width)  # (K, L or 1 when tied, E, E)
         self.bias = empty(heads, stored, width) if config.has_bias else None
         rows = config.draft_vocab_size or config.vocab_size
-        self.lm_head = empty(heads, rows, width) if config.own_lm_head else None
+        self.lm_head = empty(heads, rows, width) if config.own_lm_head else None  # (K, Vd, E); None for the target's
         # Both lists are by head, and empty before `optimize_for_inference`.
         self._quick_blocks: list[list[nn.Module]] = []
         self._quick_lm_heads: list[nn.Module] = []

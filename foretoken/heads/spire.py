@@ -56,29 +56,19 @@ def evenly_spaced(target_layers: int, num_layers: int) -> tuple[int, ...]:
 
 
 class SpireConfig(AutoregressiveConfig):
-    """Sizes of the draft model; widths and heads are the target's.
-
-    Attributes:
-        target_layers: Number of the target's blocks.
-        num_layers: L.
-        kept_layers: The target's blocks that the draft starts from and reads, ascending, counted from 0.
-        sinks: First tokens that every token sees.
-        window: Tokens that a token sees, itself included.
-        is_pruned: Whether blocks start as copies of the target's; else with fresh weights.
-        has_feedback: Whether blocks attend to memories.
-    """
+    """Sizes of the draft model; widths and heads are the target's."""
 
     method: ClassVar[str] = "spire"
 
     target_layers: int = Field(ge=1)
-    num_layers: int = Field(default=2, ge=1)
-    kept_layers: tuple[int, ...] = Field(
+    num_layers: int = Field(default=2, ge=1)  # L
+    kept_layers: tuple[int, ...] = Field(  # the target's blocks that the draft starts from and reads, ascending, from 0
         default_factory=lambda known: evenly_spaced(known["target_layers"], known["num_layers"])
     )
-    sinks: int = Field(default=4, ge=0)
-    window: int = Field(default=256, ge=2)
-    is_pruned: bool = True
-    has_feedback: bool = True
+    sinks: int = Field(default=4, ge=0)  # first tokens that every token sees
+    window: int = Field(default=256, ge=2)  # tokens that a token sees, itself included
+    is_pruned: bool = True  # whether blocks start as copies of the target's; else with fresh weights
+    has_feedback: bool = True  # whether blocks attend to memories
 
     @model_validator(mode="after")
     def _check_layers(self) -> Self:
@@ -108,21 +98,14 @@ _EMBEDDING_LEAD = 2.0
 
 
 class FeedbackMemory(nn.Module):
-    """The KV rows that all blocks read.
-
-    Attributes:
-        mix: (L + 1,), w, of the embedding and of each block.
-        norm: (E,), before the projections.
-        k_proj: (Hk Dh, E).
-        v_proj: (Hk Dh, E).
-    """
+    """The KV rows that all blocks read."""
 
     def __init__(self, config: SpireConfig, **place: Unpack[Placement]) -> None:
         super().__init__()
         layer, width = config.layer, config.hidden_size
         values = layer.num_key_value_heads * layer.head_dim
-        self.mix = nn.Parameter(torch.empty(config.num_layers + 1, **place))
-        self.norm = nn.Parameter(torch.empty(width, **place))
+        self.mix = nn.Parameter(torch.empty(config.num_layers + 1, **place))  # w, of the embedding and of each block
+        self.norm = nn.Parameter(torch.empty(width, **place))  # before the projections
         self.k_proj = nn.Linear(width, values, bias=layer.attention_bias, **place)
         self.v_proj = nn.Linear(width, values, bias=layer.attention_bias, **place)
 
