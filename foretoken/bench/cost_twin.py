@@ -297,12 +297,7 @@ def check_twin(
     """Runs original and twin on a CPU, each on the decoder that serves there.
 
     On an exact decoder logits must be equal bit for bit. Other decoders may sum a longer row in another order: logits
-    must then agree to rounding.
-
-    Args:
-        parts: The result of `make_twin`.
-        prompts: Token ids of real text.
-        on_progress: Called with comparisons done and comparisons in all.
+    must then agree to rounding. `prompts` are token ids of real text; `on_progress` counts comparisons.
     """
     target = next(part for part in parts if part.role == TARGET)
     drafters = [part for part in parts if part.role != TARGET]

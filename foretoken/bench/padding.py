@@ -249,9 +249,7 @@ class PaddedModel:
     def write(self, new: Path, padding: Padding, on_tensor: Callable[[], None]) -> None:
         """Writes weights, configuration and tokenizer into an empty directory; calls `on_tensor` after each tensor.
 
-        Raises:
-            ConfigError: When the dtype cannot hold the model's numbers.
-            OSError: When a file cannot be written.
+        Raises `ConfigError` when the dtype cannot hold the model's numbers, `OSError` when a file cannot be written.
         """
         shards, tensors = self._shards(), self.tensors(padding)
         files: dict[str, str] = {}

@@ -83,11 +83,7 @@ def speed_report(runs: Sequence[RequestRun], seconds: float, concurrency: int | 
 
     `Request_AL` and `Category_AL` are means over a request's passes and a category's requests, `Average_AL` over all
     requests. `Conditional_Acceptance_Rate` of length k is P(length >= k | length >= k - 1). A user is one request.
-
-    Args:
-        runs: The requests in order.
-        seconds: From the first request to the end of the last, prefill included.
-        concurrency: Requests at once; None for no limit.
+    `seconds` are those of the whole run, prefill included; `concurrency` is None for no limit of requests at once.
     """
     categories = sorted({run.category for run in runs})
     by_category = {name: [run for run in runs if run.category == name] for name in categories}

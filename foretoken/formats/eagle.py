@@ -173,14 +173,9 @@ def rows_of(shapes: Mapping[str, tuple[int, ...]], key: str) -> int | None:
 
 
 def tokens_of(name: str, offsets: Tensor, is_drafted: Tensor | None, *, vocab_size: int) -> Tensor:
-    """Returns (Vd,) int64, the target's token of each drafted token.
+    """Returns (Vd,) int64, the target's token of each drafted token, from (Vd,) `d2t` and (V,) `t2d` if there is one.
 
-    Args:
-        offsets: (Vd,) integers, `d2t`.
-        is_drafted: (V,), `t2d`, or None if the file lacks it.
-
-    Raises:
-        ModelError: If they are not a map of different tokens of the vocabulary, or contradict each other.
+    Raises `ModelError` if they are not a map of different tokens of the vocabulary, or contradict each other.
     """
     if offsets.dtype not in _INTEGERS:
         raise ModelError(f"{OFFSETS} of '{name}' holds {offsets.dtype}. Expected integers.")

@@ -137,12 +137,9 @@ class Head(nn.Module, ABC):
         """Packs the large float32 weights for small-batch GEMMs on a CPU. The head can draft but not train afterwards.
 
         Args:
-            quantization: Replaces matrices by rounded ones, see `quantized`.
+            quantization: How matrices are quantized; `UnsuitableError` for one that cannot be makes the head unusable.
             compacts: Whether float32 weights become bfloat16 if that is exact; their inputs are then rounded to
                 bfloat16.
-
-        Raises:
-            UnsuitableError: If a matrix cannot be quantized; the head is then unusable.
         """
         optimize_for_inference(self, quantization=quantization, compacts=compacts)
 

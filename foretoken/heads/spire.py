@@ -142,10 +142,8 @@ class SpireHead(UnrolledHead):
         """Copies the kept blocks, or draws weights.
 
         Copies of blocks come with keys, values and norm of the first one for the memory, which starts near the
-        embedding. With drawn weights the memory starts as the mean of the states.
-
-        Raises:
-            ConfigError: If the target has no final norm, or its blocks are not those of a Llama.
+        embedding. With drawn weights the memory starts as the mean of the states. Raises `ConfigError` if the target
+        has no final norm, or its blocks are not those of a Llama.
         """
         if parts.final_norm is None:
             raise ConfigError("the target's final norm is not found. Expected a target of a known architecture.")

@@ -86,11 +86,7 @@ class Curve:
 
 
 def survivals(rates: Sequence[float]) -> list[float]:
-    """Returns P(at least k tokens are accepted) for each depth k of a chain.
-
-    Args:
-        rates: P(token k is accepted | the tokens before it are), k = 1, 2, …
-    """
+    """Returns P(at least k tokens are accepted), k = 1, 2, …, from P(token k is accepted | those before it are)."""
     return list(accumulate(rates, mul))
 
 
@@ -113,11 +109,7 @@ def lengths_of_rates(rates: Sequence[float]) -> list[float]:
 def filled(lengths: Mapping[int, float]) -> list[float]:
     """Returns the acceptance lengths of all depths up to the greatest; between two known depths the rate is constant.
 
-    Args:
-        lengths: Mean tokens of a pass, the target's own included, by depth.
-
-    Raises:
-        ConfigError: If a length is impossible for its depth.
+    `lengths` are mean tokens of a pass, the target's own included, by depth; raises `ConfigError` for impossible ones.
     """
     found: list[float] = []
     last = 1.0  # survival of the last known depth
@@ -268,10 +260,7 @@ def _is_number(value: Any) -> bool:
 def golden_yaml(curves: Sequence[Curve], model: str, conditions: str) -> str:
     """Returns chains as a file of golden acceptance lengths, with one model entry a drafter and temperature.
 
-    Args:
-        curves: Curves of trees are left out: the form has no trees.
-        model: Name of the target.
-        conditions: How they were measured; becomes a comment.
+    Trees are left out: the form has none. `conditions`, how the lengths were measured, becomes a comment.
     """
     cells: dict[str, Any] = {}
     for curve in curves:

@@ -49,11 +49,9 @@ def is_declined(row: Measurement) -> bool:
 
 
 def verdicts(rows: Sequence[Measurement], drafters: Collection[str]) -> list[Verdict]:
-    """Returns a verdict for each temperature and batch size, in the order of the rows.
+    """Returns a verdict for each temperature and batch size, in the order of the rows of `compare_setups`.
 
-    Args:
-        rows: Measurements of `compare_setups`, plain decoding's included.
-        drafters: Names of the setups that can be taken; an oracle cannot.
+    `drafters` are the names of the setups that can be taken; an oracle cannot.
     """
     groups: dict[tuple[float, int], list[Measurement]] = {}
     for row in rows:
