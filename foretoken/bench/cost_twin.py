@@ -305,7 +305,7 @@ def check_twin(
     checks: list[TwinCheck] = []
     for dtype in dtypes:
         pair = [load_model(str(path), dtype=dtype, device="cpu") for path in (target.source, target.path)]
-        compared = [None, *(drafters if dtype == dtypes[-1] else ())]
+        compared: list[TwinPart | None] = [None, *(drafters if dtype == dtypes[-1] else ())]
         decoded = (_decoded(pair, prompts, part, max_tokens) for part in compared)
         for check in chain([_logits(pair, prompts)], decoded):
             checks.append(check)

@@ -252,7 +252,7 @@ def measure(
     target = sizes_of(model.module, model.config, model.dtype.itemsize)
     temperatures = workload.temperatures
     costs = {at: _costs_at(at, seen, lines, target=target, passes=passes, context=context) for at in temperatures}
-    curves = []
+    curves: list[Curve] = []
     if has_acceptance:
         what = f"measured, {len(workload.prompts)} prompts, {workload.max_tokens} tokens each"
         drafters = [name for name in engines if name != PLAIN]
