@@ -144,12 +144,12 @@ class Head(nn.Module, ABC):
         optimize_for_inference(self, quantization=quantization, compacts=compacts)
 
 
-def build_head(config: HeadConfig, **place: Unpack[Placement]) -> Head:
+def build_head(config: HeadConfig, **placement: Unpack[Placement]) -> Head:
     """Builds the head that a configuration describes, with uninitialized weights."""
     from importlib import import_module
 
     module = import_module(f"foretoken.heads.{config.method}")
-    head: Head = module.HEAD(config, **place)
+    head: Head = module.HEAD(config, **placement)
     return head
 
 

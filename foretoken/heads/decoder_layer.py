@@ -93,7 +93,7 @@ class DecoderLayer(nn.Module):
         has_input_norm: bool = True,
         has_side: bool = False,
         has_keys: bool = True,
-        **place: Unpack[Placement],
+        **placement: Unpack[Placement],
     ) -> None:
         """Creates the block with uninitialized weights; width: E; has_keys: whether it computes keys and values."""
         super().__init__()
@@ -103,10 +103,10 @@ class DecoderLayer(nn.Module):
         read = 2 * width if has_side else width
 
         def linear(inputs: int, outputs: int, *, bias: bool = False) -> nn.Linear:
-            return nn.Linear(inputs, outputs, bias=bias, **place)
+            return nn.Linear(inputs, outputs, bias=bias, **placement)
 
         def norm() -> nn.Parameter:
-            return nn.Parameter(torch.empty(width, **place))
+            return nn.Parameter(torch.empty(width, **placement))
 
         self.q_proj = linear(read, queries, bias=config.attention_bias)
         # None in blocks that read keys and values of another module.

@@ -36,11 +36,11 @@ class EagleHead(AutoregressiveHead):
 
     config: EagleConfig
 
-    def __init__(self, config: EagleConfig, **place: Unpack[Placement]) -> None:
+    def __init__(self, config: EagleConfig, **placement: Unpack[Placement]) -> None:
         super().__init__(config)
         width = config.width
-        self.fc = nn.Linear(2 * width, width, bias=config.has_bias, **place)
-        self.layer = DecoderLayer(config.layer, width, has_input_norm=False, **place)
+        self.fc = nn.Linear(2 * width, width, bias=config.has_bias, **placement)
+        self.layer = DecoderLayer(config.layer, width, has_input_norm=False, **placement)
 
     @override
     def initialize(self, parts: TargetParts) -> None:

@@ -73,26 +73,26 @@ class Eagle3Head(AutoregressiveHead):
 
     config: Eagle3Config
 
-    def __init__(self, config: Eagle3Config, **place: Unpack[Placement]) -> None:
+    def __init__(self, config: Eagle3Config, **placement: Unpack[Placement]) -> None:
         super().__init__(config)
         width, taps, size = config.width, len(config.boundaries), config.hidden_size
 
         def empty(*sizes: int) -> nn.Parameter:
-            return nn.Parameter(torch.empty(*sizes, **place))
+            return nn.Parameter(torch.empty(*sizes, **placement))
 
-        self.fc = nn.Linear(taps * size, width, bias=False, **place)  # fuses the features
+        self.fc = nn.Linear(taps * size, width, bias=False, **placement)  # fuses the features
         self.feature_norm = empty(taps * size) if config.norm_before_fc else None  # of all features together
         self.feature_norms = empty(taps, size) if config.fc_norms else None  # of each feature
         self.state_norm = empty(width) if config.norm_before_residual else None  # the normed state is the residual
         self.layer = DecoderLayer(
-            config.layer, width, has_input_norm=not config.norm_before_residual, has_side=True, **place,
+            config.layer, width, has_input_norm=not config.norm_before_residual, has_side=True, **placement,
         )  # fmt: skip
         self.norm = empty(width)  # before the LM head
         rows = config.draft_vocab_size or config.vocab_size
-        self.lm_head = nn.Linear(width, rows, bias=False, **place)
+        self.lm_head = nn.Linear(width, rows, bias=False, **placement)
         self.embedding = empty(config.vocab_size, width) if config.own_embedding else None
         if config.draft_vocab_size is not None:
-            self.token_map = torch.arange(rows, device=place.get("device"))
+            self.token_map = torch.arange(rows, device=placement.get("device"))
 
     @override
     def initialize(self, parts: TargetParts) -> None:

@@ -43,13 +43,13 @@ class PairLstm(nn.Module):
     weights: nn.LSTM | None
 
     def __init__(
-        self, width: int, mode: LstmMode, *, has_bias: bool = True, dropout: float = 0.0, **place: Unpack[Placement]
+        self, width: int, mode: LstmMode, *, has_bias: bool = True, dropout: float = 0.0, **placement: Unpack[Placement]
     ) -> None:
         """Creates layers with uninitialized weights; "per_position": every position starts from a zero state."""
         super().__init__()
         self._width, self._mode = width, mode
         self.weights = nn.LSTM(
-            2 * width, width, num_layers=NUM_LAYERS, bias=has_bias, dropout=dropout, batch_first=True, **place,
+            2 * width, width, num_layers=NUM_LAYERS, bias=has_bias, dropout=dropout, batch_first=True, **placement,
         )  # fmt: skip
         self.cells = nn.ModuleList()
 
@@ -150,12 +150,12 @@ class FalconHead(Head):
 
     config: FalconConfig
 
-    def __init__(self, config: FalconConfig, **place: Unpack[Placement]) -> None:
+    def __init__(self, config: FalconConfig, **placement: Unpack[Placement]) -> None:
         super().__init__(config)
         self.lstm = PairLstm(
-            config.hidden_size, config.lstm_mode, has_bias=config.has_bias, dropout=config.dropout, **place,
+            config.hidden_size, config.lstm_mode, has_bias=config.has_bias, dropout=config.dropout, **placement,
         )  # fmt: skip
-        self.layer = DecoderLayer(config.layer, config.hidden_size, has_input_norm=False, **place)
+        self.layer = DecoderLayer(config.layer, config.hidden_size, has_input_norm=False, **placement)
 
     @override
     def initialize(self, parts: TargetParts) -> None:

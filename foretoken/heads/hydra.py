@@ -33,9 +33,9 @@ if TYPE_CHECKING:
 class PrefixLayer(DecoderLayer):
     """The decoder block of Hydra++, with a final `norm` (E,)."""
 
-    def __init__(self, config: LayerConfig, hidden_size: int, **place: Unpack[Placement]) -> None:
-        super().__init__(config, hidden_size, **place)
-        self.norm = nn.Parameter(torch.empty(hidden_size, **place))
+    def __init__(self, config: LayerConfig, hidden_size: int, **placement: Unpack[Placement]) -> None:
+        super().__init__(config, hidden_size, **placement)
+        self.norm = nn.Parameter(torch.empty(hidden_size, **placement))
 
     @override
     def initialize(self) -> None:
@@ -71,18 +71,18 @@ class HydraHeads(StepHead):
 
     config: HydraConfig
 
-    def __init__(self, config: HydraConfig, **place: Unpack[Placement]) -> None:
+    def __init__(self, config: HydraConfig, **placement: Unpack[Placement]) -> None:
         super().__init__(config)
         heads, width, more = config.num_heads, config.hidden_size, config.num_layers - 1
         stored = 1 if config.tied_blocks and more else more
-        self.prefix = None if config.prefix is None else PrefixLayer(config.prefix, width, **place)
-        self.first = nn.ModuleList(FirstBlock((i + 2) * width, width, **place) for i in range(heads))
+        self.prefix = None if config.prefix is None else PrefixLayer(config.prefix, width, **placement)
+        self.first = nn.ModuleList(FirstBlock((i + 2) * width, width, **placement) for i in range(heads))
         # Of the further blocks: (K, L - 1 or 1 when tied, E, E) and (K, L - 1 or 1, E).
-        self.weight = nn.Parameter(torch.empty(heads, stored, width, width, **place))
-        self.bias = nn.Parameter(torch.empty(heads, stored, width, **place))
+        self.weight = nn.Parameter(torch.empty(heads, stored, width, width, **placement))
+        self.bias = nn.Parameter(torch.empty(heads, stored, width, **placement))
         self._further: list[list[nn.Module]] = []  # the further blocks as layers, after `optimize_for_inference`
         own = heads if config.own_lm_head else 0
-        self.lm_heads = nn.ModuleList(nn.Linear(width, config.vocab_size, **place) for _ in range(own))
+        self.lm_heads = nn.ModuleList(nn.Linear(width, config.vocab_size, **placement) for _ in range(own))
 
     @override
     def initialize(self, parts: TargetParts) -> None:
@@ -178,10 +178,10 @@ class HydraHeads(StepHead):
 class FirstBlock(nn.Module):
     """Computes R u + c + silu(W u + b), R because the width changes; after `stack` R and W are one matrix."""
 
-    def __init__(self, inputs: int, outputs: int, **place: Unpack[Placement]) -> None:
+    def __init__(self, inputs: int, outputs: int, **placement: Unpack[Placement]) -> None:
         super().__init__()
-        self.linear = nn.Linear(inputs, outputs, **place)
-        self.residual = nn.Linear(inputs, outputs, **place)
+        self.linear = nn.Linear(inputs, outputs, **placement)
+        self.residual = nn.Linear(inputs, outputs, **placement)
         self.both: nn.Module | None = None
 
     def initialize(self) -> None:

@@ -84,12 +84,12 @@ class MedusaHeads(StepHead):
 
     config: MedusaConfig
 
-    def __init__(self, config: MedusaConfig, **place: Unpack[Placement]) -> None:
+    def __init__(self, config: MedusaConfig, **placement: Unpack[Placement]) -> None:
         super().__init__(config)
         stored = 1 if config.tied_blocks and config.num_layers else config.num_layers
 
         def empty(*size: int) -> nn.Parameter:
-            return nn.Parameter(torch.empty(*size, **place))
+            return nn.Parameter(torch.empty(*size, **placement))
 
         heads, width = config.num_heads, config.hidden_size
         self.weight = empty(heads, stored, width, width)  # (K, L or 1 when tied, E, E)
@@ -100,7 +100,7 @@ class MedusaHeads(StepHead):
         self._quick_blocks: list[list[nn.Module]] = []
         self._quick_lm_heads: list[nn.Module] = []
         if config.draft_vocab_size is not None:
-            self.token_map = torch.arange(rows, device=place.get("device"))
+            self.token_map = torch.arange(rows, device=placement.get("device"))
 
     @override
     def initialize(self, parts: TargetParts) -> None:

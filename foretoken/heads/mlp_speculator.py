@@ -65,15 +65,15 @@ class MlpSpeculatorHead(StepHead):
 
     config: MlpSpeculatorConfig
 
-    def __init__(self, config: MlpSpeculatorConfig, **place: Unpack[Placement]) -> None:
+    def __init__(self, config: MlpSpeculatorConfig, **placement: Unpack[Placement]) -> None:
         super().__init__(config)
         stages, width, vocab = config.num_heads, config.inner_dim, config.vocab_size
         own = 1 if config.tie_weights else stages
-        self.embeddings = nn.ModuleList(nn.Embedding(vocab, width, **place) for _ in range(own))
+        self.embeddings = nn.ModuleList(nn.Embedding(vocab, width, **placement) for _ in range(own))
         inputs = [config.hidden_size, *[width] * (min(stages, 2) - 1 if config.tie_weights else stages - 1)]
-        self.projections = nn.ModuleList(nn.Linear(size, width, bias=False, **place) for size in inputs)
-        self.lm_heads = nn.ModuleList(nn.Linear(width, vocab, bias=False, **place) for _ in range(own))
-        self.norms = nn.ModuleList(RmsNormWithBias(width, config.rms_norm_eps, **place) for _ in range(own))
+        self.projections = nn.ModuleList(nn.Linear(size, width, bias=False, **placement) for size in inputs)
+        self.lm_heads = nn.ModuleList(nn.Linear(width, vocab, bias=False, **placement) for _ in range(own))
+        self.norms = nn.ModuleList(RmsNormWithBias(width, config.rms_norm_eps, **placement) for _ in range(own))
 
     @override
     def initialize(self, parts: TargetParts) -> None:
@@ -139,11 +139,11 @@ class MlpSpeculatorHead(StepHead):
 class RmsNormWithBias(nn.Module):
     """Computes x / rms(x) * weight + bias; no mean is subtracted."""
 
-    def __init__(self, width: int, epsilon: float, **place: Unpack[Placement]) -> None:
+    def __init__(self, width: int, epsilon: float, **placement: Unpack[Placement]) -> None:
         super().__init__()
         self.epsilon = epsilon
-        self.weight = nn.Parameter(torch.empty(width, **place))
-        self.bias = nn.Parameter(torch.empty(width, **place))
+        self.weight = nn.Parameter(torch.empty(width, **placement))
+        self.bias = nn.Parameter(torch.empty(width, **placement))
 
     def forward(self, x: Tensor) -> Tensor:
         """Turns (..., D) into (..., D)."""

@@ -100,14 +100,16 @@ _EMBEDDING_LEAD = 2.0
 class FeedbackMemory(nn.Module):
     """The KV rows that all blocks read."""
 
-    def __init__(self, config: SpireConfig, **place: Unpack[Placement]) -> None:
+    def __init__(self, config: SpireConfig, **placement: Unpack[Placement]) -> None:
         super().__init__()
         layer, width = config.layer, config.hidden_size
         values = layer.num_key_value_heads * layer.head_dim
-        self.mix = nn.Parameter(torch.empty(config.num_layers + 1, **place))  # w, of the embedding and of each block
-        self.norm = nn.Parameter(torch.empty(width, **place))  # before the projections
-        self.k_proj = nn.Linear(width, values, bias=layer.attention_bias, **place)
-        self.v_proj = nn.Linear(width, values, bias=layer.attention_bias, **place)
+        self.mix = nn.Parameter(
+            torch.empty(config.num_layers + 1, **placement)
+        )  # w, of the embedding and of each block
+        self.norm = nn.Parameter(torch.empty(width, **placement))  # before the projections
+        self.k_proj = nn.Linear(width, values, bias=layer.attention_bias, **placement)
+        self.v_proj = nn.Linear(width, values, bias=layer.attention_bias, **placement)
 
     def initialize(self) -> None:
         """Draws projections as `DecoderLayer.initialize`; memories start as the mean of the states."""
@@ -129,13 +131,13 @@ class SpireHead(UnrolledHead):
 
     config: SpireConfig
 
-    def __init__(self, config: SpireConfig, **place: Unpack[Placement]) -> None:
+    def __init__(self, config: SpireConfig, **placement: Unpack[Placement]) -> None:
         super().__init__(config)
         self.layers = nn.ModuleList(
-            DecoderLayer(config.layer, config.hidden_size, has_keys=not config.has_feedback, **place)
+            DecoderLayer(config.layer, config.hidden_size, has_keys=not config.has_feedback, **placement)
             for _ in range(config.num_layers)
         )
-        self.memory = FeedbackMemory(config, **place) if config.has_feedback else None
+        self.memory = FeedbackMemory(config, **placement) if config.has_feedback else None
 
     @override
     def initialize(self, parts: TargetParts) -> None:

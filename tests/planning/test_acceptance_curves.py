@@ -35,9 +35,9 @@ minimax-m3:
 
 
 def written(tmp_path: Path, text: str) -> Path:
-    place = tmp_path / "lengths.yaml"
-    place.write_text(text, encoding="utf-8")
-    return place
+    path = tmp_path / "lengths.yaml"
+    path.write_text(text, encoding="utf-8")
+    return path
 
 
 @pytest.mark.parametrize("rates", [[], [0.0], [0.62] * 5, [0.99] * 2, [1.0] * 3, [0.9, 0.4, 0.75, 0.1]])
@@ -149,12 +149,12 @@ def test_greedy_acceptance_says_nothing_of_sampled_text() -> None:
 
 def decoded(right: list[bool], depth: int) -> list[ReplayedStep]:
     """The passes of chains over a text where it is known which tokens a drafter gets right, wherever it begins."""
-    steps, place = [], 0
-    while place < len(right):
-        accepted = next((i for i, each in enumerate(right[place : place + depth]) if not each), depth)
-        accepted = min(accepted, len(right) - place - 1)
+    steps, position = [], 0
+    while position < len(right):
+        accepted = next((i for i, each in enumerate(right[position : position + depth]) if not each), depth)
+        accepted = min(accepted, len(right) - position - 1)
         steps.append(ReplayedStep(depth, depth, accepted))
-        place += accepted + 1
+        position += accepted + 1
     return steps
 
 
