@@ -149,7 +149,6 @@ def test_bench_prints_one_line_a_batch_size_and_category() -> None:
     assert finished.returncode == 0, finished.stderr
     table = finished.stdout.partition("as SPEED-Bench reports it")[2]
     rows = [line.split() for line in table.splitlines() if line.split()[:1] in (["plain"], ["ngram"])]
-    assert [(row[-3 - 8 - 3 : -3 - 8] or row) and row for row in rows]
     names = [next(word for word in row if word in ("all", "completion", "edits", "prose")) for row in rows]
     assert names == ["all", "completion", "edits", "prose"] * 4
 
