@@ -107,7 +107,8 @@ def answered_counts(figures: Iterable[Mapping[str, Any] | None]) -> DraftCounts 
     """Returns the sum of the figures in answers, in vLLM's form; None if no answer has any."""
     told = [each for each in figures if each]
     names = ("num_spec_steps", "num_draft_tokens", "num_accepted_draft_tokens")
-    return DraftCounts(*(sum(each.get(name) or 0 for each in told) for name in names)) if told else None
+    steps, drafted, accepted = (sum(each.get(name) or 0 for each in told) for name in names)
+    return DraftCounts(steps, drafted, accepted) if told else None
 
 
 def arrival_times(count: int, rate: float, *, burstiness: float = 1.0, seed: int = 0) -> list[float]:
