@@ -15,7 +15,6 @@ import torch
 from foretoken.bench.speed_report import NO_CATEGORY, RequestRun, RunLog, speed_report
 from foretoken.bench.workload import Asked, Workload, counted, no_progress, prompt_token_ids
 from foretoken.core.records import GenerationMetrics
-from foretoken.core.results import RequestOutput
 from foretoken.entrypoints.config import PLAIN, Setup
 from foretoken.entrypoints.llm import LLM
 from foretoken.models.generic import run_plain
@@ -26,6 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from foretoken.core.records import StepRecord
+    from foretoken.core.results import RequestOutput
     from foretoken.models.loading import LoadedModel
 
 _T = TypeVar("_T")
