@@ -10,7 +10,7 @@ import torch
 
 from foretoken.decoder.base import Decoder
 from foretoken.decoder.slot_cache import SlotCache
-from foretoken.models.loading import LoadedModel
+from foretoken.models.loaded import LoadedModel
 
 _MOST = 64  # models whose weights are kept, so that no others come to their addresses
 

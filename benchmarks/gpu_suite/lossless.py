@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING, Any
 from foretoken.bench.verify import verify_setups
 from foretoken.bench.workload import Workload, load_prompts
 from foretoken.entrypoints.config import PLAIN, Setup, parse_setup
-from foretoken.models.loading import LoadedModel, load_model, load_tokenizer
+from foretoken.models.loading import load_model, load_tokenizer
 from tests.drafters.adversarial import BEHAVIOURS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from benchmarks.gpu_suite.work import Work
+    from foretoken.models.loaded import LoadedModel
 
 _TARGET = Path(__file__).resolve().parents[2] / "models" / "tinycode"
 _HEADS = ("hass", "hydra", "medusa", "mlp_speculator")

@@ -26,7 +26,7 @@ from benchmarks.gpu_suite.timing import Times, queued_seconds, waited_seconds
 from foretoken import LLM, SamplingParams
 from foretoken.core.backend import has_cuda_runtime
 from foretoken.core.token_tree import TokenTree, TreeRow
-from foretoken.models.loading import LoadedModel, wrap_model
+from foretoken.models.loading import wrap_model
 from foretoken.runner.runner import Runner
 from foretoken.trees.choices import PUBLISHED, TreeShape
 
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
     from benchmarks.gpu_suite.work import Work
     from foretoken.core.records import StepRecord
+    from foretoken.models.loaded import LoadedModel
 
 _SKIPPED = 8  # iterations before anything is counted
 

@@ -23,13 +23,14 @@ from foretoken.bench.plots import in_order
 from foretoken.bench.verify import Judge
 from foretoken.bench.workload import Workload, load_prompts
 from foretoken.entrypoints.config import Setup, parse_setup
-from foretoken.models.loading import LoadedModel, load_tokenizer
+from foretoken.models.loading import load_tokenizer
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from benchmarks.gpu_suite.work import Work
     from foretoken.bench.compare import Measurement
+    from foretoken.models.loaded import LoadedModel
 
 _TARGET = Path(__file__).resolve().parents[2] / "models" / "tinycode"
 _TEMPERATURES = (0.0, 0.8)

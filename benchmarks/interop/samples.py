@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from foretoken.formats.conversion import Reader
     from foretoken.heads.base import HeadConfig
-    from foretoken.models.loading import LoadedModel
+    from foretoken.models.loaded import LoadedModel
     from foretoken.models.parts import TargetParts
 
 E, V, H = 16, 97, 4

@@ -12,7 +12,7 @@ from foretoken.bench.cost_twin import TwinPlan, make_twin
 from foretoken.core.errors import ConfigError
 from foretoken.files.bounded_reads import read_json_object
 from foretoken.formats.registry import holds_head
-from foretoken.models.config_checks import read_twin_record
+from foretoken.models.config import read_twin_record
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

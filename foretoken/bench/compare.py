@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from foretoken.core.records import StepRecord
     from foretoken.core.results import RequestOutput
-    from foretoken.models.loading import LoadedModel
+    from foretoken.models.loaded import LoadedModel
 
 _T = TypeVar("_T")
 _CPU_INFO = Path("/proc/cpuinfo")

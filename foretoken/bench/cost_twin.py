@@ -35,8 +35,8 @@ from foretoken.formats.checkpoint import HeadCheckpoint, TargetFingerprint, Targ
 from foretoken.formats.describe import native_facts
 from foretoken.formats.files import open_files, whole_files
 from foretoken.formats.registry import holds_head, read_head
-from foretoken.models.config_checks import TWIN_KEY
-from foretoken.models.loading import LoadedModel, fill_model, load_model
+from foretoken.models.config import TWIN_KEY
+from foretoken.models.loading import fill_model, load_model
 from foretoken.runner.runner import Runner
 
 if TYPE_CHECKING:
@@ -45,6 +45,7 @@ if TYPE_CHECKING:
 
     from foretoken.core.token_tree import TokenTree
     from foretoken.drafters.base import Committed, DraftContext, Drafter, DraftRequest, TargetHandle
+    from foretoken.models.loaded import LoadedModel
 
 _SUFFIXES = {".json", ".safetensors", ".txt", ".model", ".jinja"}  # of files in twins
 TARGET, DRAFT_MODEL = "target", "draft_model"

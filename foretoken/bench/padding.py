@@ -25,8 +25,8 @@ from foretoken.formats.files import Weights, open_files, write_config, write_wei
 from foretoken.heads.falcon import NUM_LAYERS
 from foretoken.heads.spire import SpireConfig
 from foretoken.models.architectures import PLAIN_ARCHITECTURES
-from foretoken.models.config_checks import TWIN_KEY, TwinRecord, check_model_files, read_twin_record
-from foretoken.models.loading import check_architecture, load_config
+from foretoken.models.config import TWIN_KEY, TwinRecord, check_architecture, check_model_files, read_twin_record
+from foretoken.models.loading import load_config
 from foretoken.models.weight_files import check_shapes, read_headers
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from foretoken.runner.runner import Runner
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from foretoken.models.loading import LoadedModel
+    from foretoken.models.loaded import LoadedModel
 
 QUALITY_KEY = "rounding_quality"  # of config.json
 _PIECE_TOKENS = 512  # a choice: logits of both models in float32 are in memory, 0.6 GB for 150,000 tokens of vocabulary

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from foretoken.bench.compare import Measurement
-    from foretoken.models.loading import LoadedModel
+    from foretoken.models.loaded import LoadedModel
 
 
 @dataclass(frozen=True, slots=True)

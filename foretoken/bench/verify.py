@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from foretoken.core.results import RequestOutput
     from foretoken.core.sampling_params import SamplingParams
     from foretoken.entrypoints.config import Setup
-    from foretoken.models.loading import LoadedModel
+    from foretoken.models.loaded import LoadedModel
 
 Verdict = Literal["identical", "near-tie", "bug"]
 # A near-tie: the two tokens' scores (logits, with temperature and noise if sampled) are this close, relative to the

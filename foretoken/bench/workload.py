@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from foretoken.core.records import StepRecord
-    from foretoken.models.loading import LoadedModel
+    from foretoken.models.loaded import LoadedModel
 
 HELD_OUT = "heldout"
 _BUNDLED = {HELD_OUT: "completion", "edit": "edits", "prose": "prose"}  # sets, and the category of their prompts

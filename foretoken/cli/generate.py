@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from foretoken.core.records import Declined, StepRecord
     from foretoken.core.sampling_params import SamplingParams
     from foretoken.entrypoints.llm import LLM
-    from foretoken.models.loading import LoadedModel
+    from foretoken.models.loaded import LoadedModel
     from foretoken.report.trace_file import TraceRecorder
     from foretoken.text.prompts import Prompt
 

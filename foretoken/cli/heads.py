@@ -14,7 +14,7 @@ from foretoken.core.errors import ConfigError, ModelError, nearest_name_hint
 if TYPE_CHECKING:
     from foretoken.bench.loss import Loss
     from foretoken.formats.checkpoint import HeadCheckpoint, TargetInfo
-    from foretoken.models.loading import LoadedModel
+    from foretoken.models.loaded import LoadedModel
     from foretoken.text.prompt_rows import PromptRow
     from foretoken.training.doctor.checks import Check
     from foretoken.training.doctor.examine import Examination
@@ -53,7 +53,7 @@ def inspect(
     tensors that are missing, unknown or of a wrong shape, are errors. With --verify a target's tensors are compared
     with its architecture, and their numbers are read.
     """
-    from foretoken.models.local import is_gguf
+    from foretoken.models.names import is_gguf
 
     directory = options.directory_of(place)
     is_file = is_gguf(directory)
@@ -75,7 +75,7 @@ def inspect(
             facts |= {} if quality is None else {QUALITY_KEY: quality.model_dump()}
         read_quality(facts, str(directory))
         if verify and not is_file:
-            from foretoken.models.weight_findings import weight_findings
+            from foretoken.models.weight_files import weight_findings
 
             found = weight_findings(directory)
             facts |= {**({"warnings": found.warnings} if found.warnings else {}), "findings": found.findings}

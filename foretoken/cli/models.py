@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from foretoken.cli import options, terminal
 
 if TYPE_CHECKING:
-    from foretoken.models.listing import ModelSummary
+    from foretoken.models.describe import ModelSummary
 
 
 def models(as_json: options.AsJson = False) -> None:
@@ -18,9 +18,8 @@ def models(as_json: options.AsJson = False) -> None:
     Only headers are read. "fast" means that a lean decoder knows the architecture. A model can draft for another one
     that has the same tokens; the share of its bytes says what a draft costs beside a pass of the target.
     """
-    from foretoken.models.listing import summaries
-    from foretoken.models.local import local_models
-    from foretoken.models.names import PACKAGES
+    from foretoken.models.describe import summaries
+    from foretoken.models.names import PACKAGES, local_models
 
     found = summaries(local_models())
     if as_json:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from foretoken.core.sampling_params import SamplingParams
     from foretoken.entrypoints.config import Setup
     from foretoken.entrypoints.llm import LLM
-    from foretoken.models.loading import LoadedModel
+    from foretoken.models.loaded import LoadedModel
 
 MODEL_FORMS = (
     "a directory in Hugging Face layout, a GGUF file, a folder with GGUF files (FOLDER:Q4_K_M for one of several), a "

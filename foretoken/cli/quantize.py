@@ -67,7 +67,7 @@ def quantize(
     goes on after its last file if it is started again with the same arguments.
     """
     from foretoken.decoder.library import set_num_threads
-    from foretoken.models.quantization.writing import SCHEMES, Original, quantize_linear, write_quantized
+    from foretoken.models.making.writing import SCHEMES, Original, quantize_linear, write_quantized
 
     if scheme not in SCHEMES:
         raise ConfigError(f"--scheme is '{scheme}'. {nearest_name_hint(scheme, SCHEMES)}")
@@ -92,7 +92,7 @@ def quantize(
         return quantize_linear(name, weight, chosen)
 
     if texts is not None:
-        from foretoken.models.quantization.calibration import Calibration
+        from foretoken.models.making.calibration import Calibration
 
         quantized = Calibration(source, chosen, texts).quantized
     with terminal.progress("files") as on_progress:
@@ -141,7 +141,7 @@ def measured_quality(quantized: Path, original: str, text: str) -> Quality | Non
     """Compares a model with its original on a bundled or named text; without a tokenizer, says so and returns None."""
     from foretoken.bench.quality import compare_weights
     from foretoken.bench.workload import load_prompts
-    from foretoken.models.config_checks import check_model_files
+    from foretoken.models.config import check_model_files
     from foretoken.models.loading import load_model, load_tokenizer
 
     check_model_files(original)

@@ -18,7 +18,7 @@ from foretoken.files.processes import keep_freed_memory
 
 if TYPE_CHECKING:
     from foretoken.drafters.base import DrafterOptions
-    from foretoken.models.loading import LoadedModel
+    from foretoken.models.loaded import LoadedModel
     from foretoken.training.evaluation import TunedTree
 
 _head = partial(typer.Option, rich_help_panel="What the head is")

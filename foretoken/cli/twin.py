@@ -67,7 +67,7 @@ def twin(
     from foretoken.bench.cost_twin import TwinPlan, check_twin, make_twin
     from foretoken.bench.workload import load_prompts
     from foretoken.decoder.library import set_num_threads
-    from foretoken.models.config_checks import check_model_files
+    from foretoken.models.config import check_model_files
     from foretoken.models.loading import load_tokenizer
 
     for name, value, known in (("--draft-model", draft_model, _DRAFT_MODELS), ("--fill", fill, _FILLS)):

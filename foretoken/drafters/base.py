@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from foretoken.core.sampling_params import SamplingParams
     from foretoken.core.token_tree import TokenTree
     from foretoken.decoder.base import PassOutput
-    from foretoken.models.loading import LoadedModel
+    from foretoken.models.loaded import LoadedModel
     from foretoken.runner.costs import CostCurve
     from foretoken.runner.runner import Runner
     from foretoken.sampling.batch import SamplingBatch

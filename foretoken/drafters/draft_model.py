@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from foretoken.drafters.base import Committed, DraftContext, Drafter, DraftRequest, TargetHandle
-    from foretoken.models.loading import LoadedModel
+    from foretoken.models.loaded import LoadedModel
     from foretoken.trees.dynamic import AnyShape
 
 

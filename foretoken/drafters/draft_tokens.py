@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from foretoken.decoder.head_rows import HeadRows
-    from foretoken.models.loading import LoadedModel
+    from foretoken.models.loaded import LoadedModel
 
 VocabSize = Annotated[int, Field(ge=1)] | Literal["auto", "all"]
 _SHARE = 4  # of a large vocabulary one token in so many is drafted; see the notes

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from foretoken.drafters.draft_tokens import DraftTokens
     from foretoken.heads.base import Head
     from foretoken.heads.decoder_layer import DecoderLayer
-    from foretoken.models.loading import LoadedModel
+    from foretoken.models.loaded import LoadedModel
     from foretoken.trees.dynamic import AnyShape, ShapedExpansion
     from foretoken.trees.expansion import Expansion
 

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from foretoken.heads.hydra import HydraHeads
     from foretoken.heads.medusa import MedusaHeads
     from foretoken.heads.mlp_speculator import MlpSpeculatorHead
-    from foretoken.models.loading import LoadedModel
+    from foretoken.models.loaded import LoadedModel
     from foretoken.sampling.draft_draws import DraftDraws
     from foretoken.trees.dynamic import AnyShape, ShapedExpansion
     from foretoken.trees.expansion import Expansion

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from foretoken.drafters.draft_tokens import DraftTokens
     from foretoken.drafters.vocabularies import VocabularyMap
     from foretoken.drafters.windows import PartialRows
-    from foretoken.models.loading import LoadedModel
+    from foretoken.models.loaded import LoadedModel
     from foretoken.trees.dynamic import AnyShape, ShapedExpansion
     from foretoken.trees.expansion import Expansion, Frontier
     from foretoken.trees.merge import Pruning

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
     from foretoken.drafters.base import Drafter
-    from foretoken.models.loading import LoadedModel
+    from foretoken.models.loaded import LoadedModel
 
 _GROUP = "foretoken.drafters"
 _Dated = tuple[tuple[str, int | None], ...]  # folders, and when each has changed

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from foretoken.decoder.slot_cache import SlotCache
     from foretoken.drafters.base import Committed, DraftContext, Drafter, DraftRequest, TargetHandle
     from foretoken.drafters.guesses import Guesses
-    from foretoken.models.loading import LoadedModel
+    from foretoken.models.loaded import LoadedModel
     from foretoken.trees.dynamic import AnyShape
 
 _LEAST_BUDGET = 256  # rows; Vegas

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from foretoken.drafters.base import Committed, DraftContext, DraftRequest, TargetHandle
     from foretoken.drafters.draft_tokens import DraftTokens
     from foretoken.drafters.vocabularies import Piece, Vocabulary
-    from foretoken.models.loading import LoadedModel
+    from foretoken.models.loaded import LoadedModel
 
 _LOOK_BEHIND = 12  # tokens before new text that are encoded again with it
 

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from foretoken.drafters.base import TargetHandle
-    from foretoken.models.loading import LoadedModel
+    from foretoken.models.loaded import LoadedModel
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _NOT_UTF8 = re.compile("([\udc80-\udcff]+)")  # invalid bytes as "surrogateescape" decodes them

@@ -26,7 +26,7 @@ from foretoken.formats.checkpoint import TargetFingerprint
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from foretoken.models.loading import LoadedModel
+    from foretoken.models.loaded import LoadedModel
 
 # Each number below was halved and doubled in the made worlds: NOTES, "Numbers of the controller".
 _FADE = 0.5 ** (1 / 50)  # decay per draft

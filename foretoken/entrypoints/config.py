@@ -32,7 +32,7 @@ from foretoken.entrypoints.model_arguments import checked_path
 from foretoken.entrypoints.vllm_arguments import is_one_of
 from foretoken.files.bounded_reads import MIB, read_named
 from foretoken.formats.registry import holds_head, method_of
-from foretoken.models.local import TAG, is_gguf, local_model
+from foretoken.models.names import TAG, is_gguf, local_model
 from foretoken.trees.stopping import STOP_CONTROLS, TRAINED, StopRule, read_rule, rule_file
 
 if TYPE_CHECKING:

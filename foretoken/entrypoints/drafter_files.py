@@ -50,8 +50,8 @@ def what_lies_at(place: str | Path) -> FoundWeights | None:
     """Returns the kind of model or head in a directory or file of weights; None if there is neither."""
     from foretoken.formats.describe import native_facts
     from foretoken.formats.registry import holds_head, method_of
-    from foretoken.models.config_checks import check_model_files
-    from foretoken.models.local import is_gguf
+    from foretoken.models.config import check_model_files
+    from foretoken.models.names import is_gguf
 
     path = Path(place)
     if not exists(path):

@@ -43,7 +43,7 @@ from foretoken.entrypoints.model_arguments import (
 from foretoken.entrypoints.requests import Request, RequestReader
 from foretoken.entrypoints.shared_engine import SharedEngine
 from foretoken.entrypoints.vllm_arguments import OTHER_ARGUMENTS, check_other_arguments, read_option
-from foretoken.models.model_changes import count_writes
+from foretoken.models.borrowed import count_writes
 from foretoken.runner.costs import pass_costs
 from foretoken.runner.runner import Runner
 from foretoken.text.prompts import chat_format, ids_without_token
@@ -60,7 +60,7 @@ if TYPE_CHECKING:
     from foretoken.core.sampling_params import SamplingParams
     from foretoken.drafters.base import Drafter, DrafterOptions
     from foretoken.entrypoints.config import SpeculativeConfig
-    from foretoken.models.loading import LoadedModel
+    from foretoken.models.loaded import LoadedModel
     from foretoken.text.prompts import Message, Prompt
 
 _DEFAULT_SEQUENCES = 8

@@ -17,17 +17,10 @@ from foretoken.core.checks import check_boolean, check_integer, check_number, ch
 from foretoken.core.errors import ConfigError, ModelError, RequestError, nearest_name_hint
 from foretoken.core.sampling_params import SamplingParams
 from foretoken.entrypoints.drafter_files import check_is_no_head, exists
-from foretoken.models.loading import (
-    KVCacheDtype,
-    LoadedModel,
-    check_placement,
-    load_generation_values,
-    load_model,
-    load_tokenizer,
-    wrap_model,
-)
+from foretoken.models.loaded import KVCacheDtype, LoadedModel, check_placement
+from foretoken.models.loading import load_generation_values, load_model, load_tokenizer, wrap_model
+from foretoken.models.making.in_memory import RoundsInputs, check_quantization_name, quantize_model
 from foretoken.models.names import resolve_model
-from foretoken.models.quantization.rounding import RoundsInputs, check_quantization_name, quantize_model
 from foretoken.text.prompts import check_vocabulary
 
 if TYPE_CHECKING:

@@ -18,10 +18,10 @@ from foretoken.core.checks import validated
 from foretoken.core.errors import ConfigError, ModelError, listed
 from foretoken.decoder.memory import in_own_memory
 from foretoken.heads.base import Head, HeadConfig, build_head
-from foretoken.models.config_checks import check_model_files
-from foretoken.models.loading import HASHED_ROWS, LoadedModel, load_config, load_model
+from foretoken.models.config import check_model_files
+from foretoken.models.loaded import DTYPES, HASHED_ROWS, LoadedModel
+from foretoken.models.loading import load_config, load_model
 from foretoken.models.parts import final_norm, target_parts
-from foretoken.models.placement import DTYPES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

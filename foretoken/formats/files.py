@@ -26,9 +26,8 @@ from torch import Tensor
 from foretoken.core.errors import ConfigError, ModelError, foreign_errors_as, listed, one_line
 from foretoken.files.atomic_files import new_directory, told_as
 from foretoken.files.bounded_reads import check_regular, read_json_object, tensor_headers
-from foretoken.models.config_checks import indexed_files
-from foretoken.models.local import is_gguf
-from foretoken.models.names import is_hub_id
+from foretoken.models.config import indexed_files
+from foretoken.models.names import is_gguf, is_hub_id
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping

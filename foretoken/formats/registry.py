@@ -13,7 +13,7 @@ from foretoken.formats.checkpoint import HeadCheckpoint, TargetFingerprint, Targ
 from foretoken.formats.conversion import Format, Reader, WriteOptions
 from foretoken.formats.files import HeadFiles, holds_pickles, open_files, whole_files
 from foretoken.formats.speculators import KINDS
-from foretoken.models.local import is_gguf
+from foretoken.models.names import is_gguf
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -24,8 +24,8 @@ from foretoken.core.records import GenerationMetrics
 from foretoken.drafters.draft_model import DraftModelDrafter, Options
 from foretoken.entrypoints.llm import LLM
 from foretoken.hf.generate_request import Unserved, read_request, set_argument, set_field
-from foretoken.models.loading import LoadedModel, wrap_model
-from foretoken.models.model_changes import foreign_call, model_structure
+from foretoken.models.borrowed import foreign_call, model_structure
+from foretoken.models.loading import wrap_model
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from foretoken.core.sampling_params import SamplingParams
     from foretoken.drafters.base import Drafter, TargetHandle
     from foretoken.entrypoints.requests import Request
+    from foretoken.models.loaded import LoadedModel
 
 
 _log = logging.getLogger(__name__)

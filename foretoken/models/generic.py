@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from foretoken.core.passes import Pass, Tap
     from foretoken.decoder.slot_cache import SlotCache
-    from foretoken.models.loading import LoadedModel
+    from foretoken.models.loaded import LoadedModel
 
 
 @contextmanager

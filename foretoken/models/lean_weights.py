@@ -29,12 +29,12 @@ from foretoken.decoder.quantized import QuantizedLinear
 from foretoken.decoder.quantized_embedding import QuantizedEmbedding, embedding_table
 from foretoken.decoder.quantized_experts import QuantizedExperts
 from foretoken.models.architectures import LEAN_ARCHITECTURES, LeanArchitecture
-from foretoken.models.model_changes import foreign_call
+from foretoken.models.borrowed import foreign_call
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from foretoken.models.loading import LoadedModel
+    from foretoken.models.loaded import LoadedModel
 
 
 _LAYERS = (

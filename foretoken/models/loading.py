@@ -5,46 +5,44 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache, partial
 from math import prod
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
 
 from foretoken.core.backend import runs_cpu_kernels
-from foretoken.core.checks import shown
 from foretoken.core.errors import ModelError, foreign_errors_as, listed, one_line
-from foretoken.models.config_checks import (
-    ATTENTION_LAYERS,
-    TWIN_KEY,
-    TwinRecord,
+from foretoken.models.borrowed import shared_copy
+from foretoken.models.config import (
+    check_architecture,
     check_model_files,
     check_quantization,
     check_readable,
-    check_sizes,
     end_tokens,
-    read_twin_record,
+    read_config,
+    refusal,
 )
 from foretoken.models.forward_pass import ATTENTION_NAME
-from foretoken.models.local import is_gguf
-from foretoken.models.placement import (
+from foretoken.models.loaded import (
+    LoadedModel,
     check_memory,
+    check_placement,
     gather_weights,
     input_bits,
     keeps_integers,
     resolve_device,
     resolve_dtype,
-    shared_copy,
 )
-from foretoken.models.quantization.checkpoints import is_stored, open_checkpoint
-from foretoken.models.quantization.gguf import gguf_tokenizer, open_gguf, stored_model
-from foretoken.models.quantization.gguf_config import read_settings
-from foretoken.models.quantization.gguf_file import read_gguf
-from foretoken.models.quantization.gguf_lean import lean_file
+from foretoken.models.names import is_gguf
+from foretoken.models.stored.checkpoints import is_stored, open_checkpoint
+from foretoken.models.stored.gguf import gguf_tokenizer, lean_file, open_gguf, stored_model
+from foretoken.models.stored.gguf_config import read_settings
+from foretoken.models.stored.gguf_file import read_gguf
 from foretoken.models.weight_files import (
     check_counts,
     check_dtypes,
@@ -55,90 +53,18 @@ from foretoken.models.weight_files import (
     files_identity,
     num_weights,
     read_headers,
-    settings_beside,
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Iterable, Mapping
 
     from torch import nn
 
     from foretoken.decoder.blocks import LeanWeights
     from foretoken.files.bounded_reads import TensorHeader
-    from foretoken.models.quantization.stored import StoredModel
+    from foretoken.models.stored import StoredModel
 
-KVCacheDtype = Literal["auto", "int8"]
 _log = logging.getLogger(__name__)
-HASHED_ROWS = 64  # of the LM head; a choice: enough to tell models apart, read in milliseconds
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoadedModel:
-    """A causal LM that is ready to run.
-
-    Attributes:
-        make_module: Returns `module`, always the same one.
-        architecture: The class of the module, or the model type in a file that was read without transformers.
-        sizes: Whole numbers of the configuration, by name.
-        num_weights: Of the model.
-        lean: Reads the weights for lean decoders without `module`, see `LeanFile.weights`; None: they are found in it.
-        bytes_read: Returns the bytes read so far and the bytes of all matrices; None if all were read.
-        generation_values: The values of the model's generation configuration, by name.
-        context_len: Number of positions that it can embed, whatever other sequences of a batch do.
-        dtype: Dtype of weights and cache.
-        eos_ids: End-of-sequence tokens of its generation configuration.
-        is_borrowed: Whether the weights lie in the memory of a caller's model, which must stay as it is.
-        quantization: How the matrices were quantized after they were loaded, or the format in which they are stored in
-            integers; or None.
-        first_head_rows: (HASHED_ROWS, E), rows of the LM head before they were quantized here; None if they were not.
-        kv_cache_dtype: "int8" if keys and values are quantized when they are written to the KV cache, each row of a
-            head with a scale; "auto" if the cache has the model's dtype.
-        files: See `files_identity`; None for weights that came from memory.
-        stored: The model with the integers that this one's weights stand for; None if it was not unpacked from any.
-    """
-
-    make_module: Callable[[], nn.Module]
-    architecture: str
-    sizes: Mapping[str, int]
-    num_weights: int
-    lean: Callable[[int], LeanWeights] | None = None
-    bytes_read: Callable[[], tuple[int, int]] | None = None
-    generation_values: Mapping[str, Any]
-    name: str
-    vocab_size: int
-    context_len: int
-    num_layers: int
-    dtype: torch.dtype
-    device: torch.device
-    eos_ids: tuple[int, ...]
-    is_borrowed: bool = False
-    quantization: str | None = None
-    first_head_rows: torch.Tensor | None = None
-    kv_cache_dtype: KVCacheDtype = "auto"
-    files: str | None = None
-    stored: LoadedModel | None = None
-
-    @property
-    def module(self) -> nn.Module:
-        """The transformers model in evaluation mode, with our attention plug-in."""
-        return self.make_module()
-
-    @property
-    def config(self) -> Any:
-        """The text configuration of `module`."""
-        module: Any = self.module
-        return module.config.get_text_config()
-
-    @property
-    def backbone(self) -> nn.Module:
-        """The model without its LM head."""
-        backbone: nn.Module = self.module.base_model  # type: ignore[assignment]
-        return backbone
-
-    @property
-    def cost_twin(self) -> TwinRecord | None:
-        """The trained model behind a cost twin; None for other models. Raises `ModelError` for an invalid record."""
-        return None if self.lean else read_twin_record({TWIN_KEY: getattr(self.config, TWIN_KEY, None)}, self.name)
 
 
 def load_model(
@@ -265,7 +191,7 @@ def _gguf_model(name: str, wanted: str, device: torch.device, rounds_inputs: boo
 
 
 def _stored_model(stored: StoredModel, name: str, dtype: Any, device: torch.device) -> LoadedModel:
-    from foretoken.models.quantization.building import build, unpacked  # imports transformers' models
+    from foretoken.models.stored.building import build, unpacked
 
     check_architecture(stored.config, name)
     module, info = build(stored, name, torch.bfloat16 if dtype == torch.bfloat16 else torch.float32)
@@ -362,22 +288,6 @@ def wrap_model(module: Any, *, name: str, dtype: str = "auto", device: str = "au
     return model
 
 
-def check_placement(model: LoadedModel, *, dtype: str, device: str) -> None:
-    """Raises `ModelError` if a model in memory has another dtype or device than asked for."""
-    if dtype != "auto" and resolve_dtype(dtype, model.device) != model.dtype:
-        own = str(model.dtype).removeprefix("torch.")
-        raise ModelError(
-            f"dtype '{dtype}' was asked for, but {model.name} is in memory as {own}. Expected 'auto' or '{own}'. "
-            "Convert it first, or pass the name of the model."
-        )
-    asked = None if device == "auto" else resolve_device(device)
-    if asked is not None and (asked.type != model.device.type or asked.index not in (None, model.device.index)):
-        raise ModelError(
-            f"device '{device}' was asked for, but {model.name} is on '{model.device}'. Expected 'auto' or "
-            f"'{model.device}'. Move it first, or pass the name of the model."
-        )
-
-
 def _ready(module: Any, name: str) -> LoadedModel:
     config = module.config.get_text_config()
     check_architecture(module.config, name, is_stateful=bool(getattr(module, "_is_stateful", False)))
@@ -429,50 +339,13 @@ def load_tokenizer(name: str, revision: str | None = None) -> Any | None:
         check_readable(directory)
     if directory.is_dir() and not any(directory.glob("tokenizer*")) and not any(directory.glob("*vocab*")):
         return None
-    with foreign_errors_as(ModelError, partial(_refusal, f"the tokenizer of '{name}'")):
+    with foreign_errors_as(ModelError, partial(refusal, f"the tokenizer of '{name}'")):
         return transformers.AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=False)
 
 
-def check_architecture(config: Any, name: str, *, is_stateful: bool = False) -> None:
-    """Raises `ModelError` for encoder-decoders, recurrent state and other layers that cannot be rolled back."""
-    if getattr(config, "is_encoder_decoder", False):
-        raise ModelError(f"'{name}' is an encoder-decoder model. Expected a decoder-only causal LM.")
-    text = config.get_text_config()
-    foreign = sorted(set(getattr(text, "layer_types", None) or ()) - ATTENTION_LAYERS)
-    if is_stateful or foreign:
-        kinds = f"layers of kind {', '.join(foreign)}" if foreign else "recurrent state"
-        raise ModelError(
-            f"'{name}' ({type(text).__name__}) has {kinds}, which cannot be rolled back to the accepted tokens after a "
-            "rejected draft. Expected full or sliding-window attention in every layer."
-        )
-    check_sizes(text, name)
-
-
 def load_config(name: str, revision: str | None = None) -> Any:
-    """Returns the model's configuration without running its code; raises `ModelError` if it cannot be read."""
-    if is_gguf(name):
-        return open_gguf(Path(name)).config
-    with foreign_errors_as(ModelError, partial(_refusal, f"the configuration of '{name}'")):
-        config: Any = transformers.AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=False)
-        text = config.get_text_config()
-    if getattr(config, "quantization_config", None) is None and (settings := settings_beside(Path(name))):
-        config.quantization_config = settings
-    if not isinstance(text, transformers.PreTrainedConfig):  # transformers keeps unknown keys with any value
-        raise ModelError(
-            f"the text configuration inside config.json of '{name}' is {shown(text)}, but its architecture has no such "
-            "part. Copy or download config.json again."
-        )
-    return config
-
-
-def _refusal(what: str, error: Exception) -> str:
-    if "trust_remote_code" not in str(error):
-        return f"{what} cannot be read: {one_line(error)}."
-    return (
-        f"{what} needs code that comes with the model, which is never run, also with trust_remote_code=True. Expected "
-        "an architecture that transformers has. Load the model with transformers, and pass it as LLM(model, "
-        "tokenizer=tokenizer)."
-    )
+    """Returns the configuration of a model without running its code; raises `ModelError` if it cannot be read."""
+    return open_gguf(Path(name)).config if is_gguf(name) else read_config(name, revision)
 
 
 def load_generation_values(name: str) -> dict[str, Any]:

@@ -18,14 +18,14 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from foretoken.decoder.quantized import QuantizedLinear, round_rows, rounded_inputs
+from foretoken.models.borrowed import copies_of_empty_parts
 from foretoken.models.forward_pass import ATTENTION_NAME
 from foretoken.models.generic import block_list, first_output, own_attention
-from foretoken.models.placement import copies_of_empty_parts
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from foretoken.models.loading import LoadedModel
+    from foretoken.models.loaded import LoadedModel
 
 WIDE = (torch.float32, torch.float64)
 

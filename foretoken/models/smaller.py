@@ -14,11 +14,13 @@ import transformers
 
 from foretoken.core.errors import ConfigError, foreign_errors_as, nearest_name_hint, one_line
 from foretoken.models.generic import find_blocks
-from foretoken.models.loading import LoadedModel, wrap_model
-from foretoken.models.quantization.building import unpacked
+from foretoken.models.loading import wrap_model
+from foretoken.models.stored.building import unpacked
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+
+    from foretoken.models.loaded import LoadedModel
 
 _LAYERS = "num_hidden_layers"
 

@@ -1,29 +1,31 @@
-"""Checks the headers of weight files against a configuration, without loading weights."""
+"""Compares the headers of weight files, and for `inspect --verify` all numbers, with a configuration."""
 
 from __future__ import annotations
 
 import hashlib
 import re
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import transformers
+from safetensors import safe_open
 
 from foretoken.core.errors import ModelError, listed
 from foretoken.decoder.quantized import QuantizedLinear
 from foretoken.decoder.quantized_experts import QuantizedExperts
-from foretoken.files.bounded_reads import TensorHeader, read_json_object, tensor_headers
-from foretoken.models.config_checks import indexed_files
-from foretoken.models.local import part_names
+from foretoken.files.bounded_reads import TensorHeader, tensor_headers
+from foretoken.models.config import check_architecture, indexed_files, read_config
+from foretoken.models.names import part_names
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable, Iterator
     from pathlib import Path
 
     from torch import nn
 
 _OF_MODELS = (".safetensors", ".json")  # files that a model in Hugging Face layout is loaded from
+_WORDS = (".qweight", ".weight_packed")  # ends of names of words of integers: GPTQ and AWQ, compressed-tensors
 _WIDE_DTYPES = {"F64", "F32", "F16", "BF16"}
 _SLACK = 2  # a choice: files may leave out tied weights, at most half of the model
 _BLOCK = re.compile(r"(.*?)\.(\d+)\.")
@@ -37,23 +39,6 @@ def read_headers(directory: Path) -> dict[str, TensorHeader]:
     for path in sorted(directory.glob("*.safetensors")):
         headers |= tensor_headers(path)
     return headers
-
-
-_WORDS = (".qweight", ".weight_packed")  # ends of names of words of integers: GPTQ and AWQ, compressed-tensors
-_SETTINGS = {"quantize_config.json": "gptq", "quant_config.json": "awq"}  # files of AutoGPTQ and AutoAWQ
-_SETTINGS_NAMES = {"w_bit": "bits", "q_group_size": "group_size"}  # AutoAWQ's names in its own file
-
-
-def settings_beside(directory: Path) -> dict[str, Any] | None:
-    """Returns the quantization settings that stand in a file of their own, as a `quantization_config`; None if none do.
-
-    A file that lies beside weights without words of integers is a leftover. Raises `ModelError` for a damaged file.
-    """
-    for name, method in _SETTINGS.items():
-        if (directory / name).is_file() and any(key.endswith(_WORDS[0]) for key in read_headers(directory)):
-            found = read_json_object(directory / name)
-            return {"quant_method": method} | {_SETTINGS_NAMES.get(key, key): each for key, each in found.items()}
-    return None
 
 
 def model_files(directory: Path) -> list[Path]:
@@ -214,3 +199,82 @@ def num_weights(module: nn.Module) -> int:
         if isinstance(part, QuantizedExperts):
             total += sum(m.num_outputs * m.num_inputs for m in (part.gate_up, part.down))
     return total
+
+
+class WeightFindings(NamedTuple):
+    """The findings in a target's weights.
+
+    `findings`: tensors that are missing, of a wrong shape or dtype, or not finite. `warnings`: tensors that the
+    architecture does not use; published checkpoints carry some.
+    """
+
+    findings: list[str]
+    warnings: list[str]
+
+
+def weight_findings(directory: Path) -> WeightFindings:
+    """Compares the safetensors of a model directory with its architecture; reads one tensor at a time.
+
+    Raises `ModelError` if there is nothing to compare with: quantized weights, architectures that cannot be built, and
+    weights stored under other names.
+    """
+    config, headers = read_config(str(directory)), read_headers(directory)
+    check_architecture(config, str(directory))
+    if getattr(config, "quantization_config", None) is not None:
+        raise ModelError(
+            f"the weights of '{directory}' are quantized, which --verify cannot compare with the architecture. Load "
+            "the model with `foretoken generate` to see whether they fit, or leave --verify out."
+        )
+    not_finite = list(_not_finite(directory))
+    if (more := _told(lambda: check_counts(headers, config.get_text_config(), str(directory)))) is not None:
+        return WeightFindings([more, *not_finite], [])  # before the layers are built one by one
+    module: Any = meta_model(config)
+    if module is None:
+        raise ModelError(
+            f"the architecture of '{directory}' cannot be built, so --verify has nothing to compare its weights with. "
+            "Expected a causal LM of transformers. Leave --verify out."
+        )
+    shapes, used = untied_shapes(module), set(module.state_dict())
+    names = {_named(key, used, str(getattr(module, "base_model_prefix", ""))): key for key in headers}
+    missing, unused = sorted(shapes.keys() - names.keys()), sorted(names.keys() - used)
+    from transformers.conversion_mapping import get_model_conversion_mapping
+
+    if missing and unused and get_model_conversion_mapping(module, add_legacy=False):
+        raise ModelError(
+            f"the weights of '{directory}' are stored under other names than its architecture's, which --verify cannot "
+            "compare. Load the model with `foretoken generate` to see whether they fit, or leave --verify out."
+        )
+    findings = [f"{key} is missing, of shape {list(shapes[key])}" for key in missing]
+    findings += [
+        f"{names[key]} has shape {list(headers[names[key]].shape)} instead of {list(shape)}"
+        for key, shape in shapes.items()
+        if key in names and headers[names[key]].shape != shape
+    ]
+    more = _told(lambda: check_dtypes(headers, module, str(directory)))
+    extra = _told(lambda: check_unused(unused, config.get_text_config(), str(directory)))
+    findings += [each for each in (more, extra) if each is not None]
+    return WeightFindings([*findings, *not_finite], [f"{names[key]} is not used" for key in unused])
+
+
+def _told(check: Callable[[], None]) -> str | None:
+    try:
+        check()
+    except ModelError as err:
+        return str(err)
+    return None
+
+
+def _named(key: str, used: set[str], prefix: str) -> str:
+    names = (key, f"{prefix}.{key}", key.removeprefix(f"{prefix}."))
+    return next((name for name in names if name in used), key)
+
+
+def _not_finite(directory: Path) -> Iterator[str]:
+    for path in sorted(directory.glob("*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            for key in file.keys():  # noqa: SIM118 - not a mapping
+                tensor = file.get_tensor(key)
+                if tensor.is_floating_point():
+                    wrong = tensor.numel() - int(torch.isfinite(tensor.float()).sum())
+                    if wrong:
+                        yield f"{key} holds {wrong} numbers that are not finite"

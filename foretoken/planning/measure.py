@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from foretoken.core.records import StepRecord
     from foretoken.core.sampling_params import SamplingParams
-    from foretoken.models.loading import LoadedModel
+    from foretoken.models.loaded import LoadedModel
 
 DEEPEST = 8  # levels of measured drafts; a choice: chains that pay are rarely deeper, and shallower ones are replayed
 FREE = "ngram:chain"  # the drafter whose iterations tell the host's seconds

@@ -10,10 +10,11 @@ from foretoken.core.errors import ConfigError, ModelError
 from foretoken.decoder.quantized import QuantizedLinear
 from foretoken.decoder.quantized_embedding import QuantizedEmbedding
 from foretoken.decoder.quantized_experts import QuantizedExperts
-from foretoken.models.loading import check_architecture, load_config
-from foretoken.models.local import is_gguf
-from foretoken.models.placement import DTYPES
-from foretoken.models.quantization.gguf_file import read_gguf
+from foretoken.models.config import check_architecture
+from foretoken.models.loaded import DTYPES
+from foretoken.models.loading import load_config
+from foretoken.models.names import is_gguf
+from foretoken.models.stored.gguf_file import read_gguf
 from foretoken.models.weight_files import meta_model
 
 if TYPE_CHECKING:

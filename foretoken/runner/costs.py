@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from foretoken.decoder.base import Decoder
-    from foretoken.models.loading import LoadedModel
+    from foretoken.models.loaded import LoadedModel
 
 # To measure the curve of trees; the curves of steps and prompts get a sixth each. A choice: a longer load against
 # widths that are estimated. The width that runs when the time is over is finished: at most three more passes.

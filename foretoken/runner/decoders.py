@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from foretoken.decoder.blocks import LeanWeights
     from foretoken.decoder.quantized import Quantization
     from foretoken.decoder.slot_cache import SlotCache
-    from foretoken.models.loading import LoadedModel
+    from foretoken.models.loaded import LoadedModel
 
 _SMALL = 10_000_000  # weights of a model that is always tested; a choice: that takes some 0.1 s
 _PROOF_FORMAT = 1

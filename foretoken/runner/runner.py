@@ -29,7 +29,7 @@ from foretoken.core.passes import Pass
 from foretoken.core.token_tree import MAX_NODES
 from foretoken.decoder.base import TreeDrafting
 from foretoken.decoder.slot_cache import GRANULE, SlotCache, affordable_rows
-from foretoken.models.model_changes import WeightWrites
+from foretoken.models.borrowed import WeightWrites
 from foretoken.runner.costs import CostWatch, pass_costs
 from foretoken.runner.decoders import (
     DECODERS,
@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from foretoken.decoder.base import Decoder, PassOutput
     from foretoken.decoder.head_rows import HeadRows
     from foretoken.decoder.quantized import Quantization
-    from foretoken.models.loading import LoadedModel
+    from foretoken.models.loaded import LoadedModel
     from foretoken.runner.costs import PassCosts
     from foretoken.trees.dynamic import ShapedExpansion
 

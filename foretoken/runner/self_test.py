@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from foretoken.core.passes import Tap
     from foretoken.decoder.base import Decoder, PassOutput
     from foretoken.decoder.slot_cache import SlotCache
-    from foretoken.models.loading import LoadedModel
+    from foretoken.models.loaded import LoadedModel
 
 _PROMPT_LENS = (2, 5)  # of two slots; different, so that a decoder that mixes up slots or lengths fails
 _PARENTS = ((-1, 0, 0, 1, 2, 2), (-1, 0, 1, 1))  # two branches, the first one forks; one branch that forks late

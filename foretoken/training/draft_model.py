@@ -20,7 +20,7 @@ from typing_extensions import override
 from foretoken.core.errors import ConfigError
 from foretoken.core.token_ids import tokenizer_sha
 from foretoken.models.generic import own_attention
-from foretoken.models.loading import LoadedModel, load_model, load_tokenizer
+from foretoken.models.loading import load_model, load_tokenizer
 from foretoken.models.parts import target_parts
 from foretoken.models.smaller import fresh_model, kept_layers, pruned_model, unpacked_model
 from foretoken.training.draft_text import Distillation, DraftWriter, MixedText, Writer, written_windows
@@ -33,6 +33,7 @@ from foretoken.training.trainer import Processes, StepReport, Trainer
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
+    from foretoken.models.loaded import LoadedModel
     from foretoken.training.config import TrainConfig
     from foretoken.training.evaluation import EvaluationConfig
     from foretoken.training.trainer import Batches, MicroBatch

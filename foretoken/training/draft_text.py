@@ -25,7 +25,7 @@ from foretoken.core.errors import ModelError
 from foretoken.core.passes import Pass, TokenChoice
 from foretoken.core.sampling_params import SamplingParams
 from foretoken.decoder.slot_cache import affordable_rows
-from foretoken.models.loading import LoadedModel, wrap_model
+from foretoken.models.loading import wrap_model
 from foretoken.runner.decoders import layer_shapes
 from foretoken.runner.runner import Runner
 from foretoken.runner.self_test import NUM_ROWS
@@ -35,6 +35,7 @@ from foretoken.training.objective_base import Divergences
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from foretoken.models.loaded import LoadedModel
     from foretoken.training.trainer import Batches
 
 _AT_ONCE = 512  # texts decoded together; a choice: wide passes, and a bound of the KV cache

@@ -22,7 +22,7 @@ from foretoken.trees.choices import TreeShape, best_nodes
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from foretoken.models.loading import LoadedModel
+    from foretoken.models.loaded import LoadedModel
     from foretoken.training.data.packed import PackedTokens
 
 _NUM_RANKS = 10  # ranks that are counted; the published trees of Medusa and EAGLE use no candidate past the tenth

@@ -27,7 +27,7 @@ from foretoken.training.trainer import Batches, HeadTrainer, Processes, paramete
 
 if TYPE_CHECKING:
     from foretoken.heads.base import Head
-    from foretoken.models.loading import LoadedModel
+    from foretoken.models.loaded import LoadedModel
     from foretoken.training.config import JointConfig, TrainConfig
     from foretoken.training.trainer import MicroBatch
 

@@ -45,7 +45,7 @@ from foretoken.training.objective_base import Examples, Fed, Objective, first_ca
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from foretoken.models.loading import LoadedModel
+    from foretoken.models.loaded import LoadedModel
     from foretoken.training.losses import LossWeights
 
 _NOISE_WINDOW = 512  # window length of the published noise

@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from foretoken.models.loading import LoadedModel
+    from foretoken.models.loaded import LoadedModel
     from foretoken.training.trainer import StepReport
 
 TRAFFIC, DRAFTS, RUN = "traffic", "drafts", "training-run"

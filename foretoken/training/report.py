@@ -21,8 +21,8 @@ from foretoken.entrypoints.llm import LLM
 from foretoken.files.atomic_files import new_directory, told_as
 from foretoken.formats import native
 from foretoken.heads.base import AutoregressiveConfig, HeadConfig
-from foretoken.models.loading import LoadedModel, load_config, load_model
-from foretoken.models.placement import DTYPES
+from foretoken.models.loaded import DTYPES, LoadedModel
+from foretoken.models.loading import load_config, load_model
 from foretoken.runner.costs import pass_costs
 from foretoken.training.draft_model import CHAIN
 from foretoken.training.evaluation import TEMPERATURES, measured_acceptance

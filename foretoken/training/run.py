@@ -21,7 +21,7 @@ from foretoken.files.bounded_reads import read_json_object
 from foretoken.files.processes import STOP_SIGNALS, run_lock, stop_signals
 from foretoken.formats.checkpoint import HeadCheckpoint, TargetFingerprint
 from foretoken.heads.base import Head, HeadConfig, build_head
-from foretoken.models.loading import LoadedModel, wrap_model
+from foretoken.models.loading import wrap_model
 from foretoken.models.parts import TargetParts, target_parts
 from foretoken.training.draft_model import ModelTrainer, evaluator
 from foretoken.training.joint import JointTrainer
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from foretoken.models.loaded import LoadedModel
     from foretoken.training.config import JointConfig, TrainConfig
     from foretoken.training.draft_text import Distillation
     from foretoken.training.evaluation import EvaluationConfig

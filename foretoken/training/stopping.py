@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from foretoken.bench.workload import Asked, TokenProgress, Workload
     from foretoken.core.records import StageSeconds, StepRecord
     from foretoken.drafters.base import DrafterOptions
-    from foretoken.models.loading import LoadedModel
+    from foretoken.models.loaded import LoadedModel
 
 _REJECTION_WEIGHT = {"disco": 1.0, "specdec_pp": 6.0}  # of SpecDec++'s code; DISCO weighs both alike
 _STEPS, _BATCH, _LEARNING_RATE = 1500, 2048, 5e-3  # choices: the loss is level after a third of the steps

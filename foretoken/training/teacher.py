@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from foretoken.core.passes import Tap
-    from foretoken.models.loading import LoadedModel
+    from foretoken.models.loaded import LoadedModel
 
 _SAMPLED = 4096  # values of each weight in the hash of a target; a choice: finds other weights, reads little
 _log = logging.getLogger(__name__)

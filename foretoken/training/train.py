@@ -24,7 +24,7 @@ from foretoken.formats.draft_vocabulary import DraftVocabulary
 from foretoken.formats.files import local_head
 from foretoken.formats.registry import read_head
 from foretoken.heads.base import build_head
-from foretoken.models.placement import DTYPES
+from foretoken.models.loaded import DTYPES
 from foretoken.training.config import (
     DRAFT_MODEL,
     JointConfig,
@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from foretoken.heads.base import HeadConfig
-    from foretoken.models.loading import LoadedModel
+    from foretoken.models.loaded import LoadedModel
     from foretoken.training.trainer import StepReport
 
     Place = str | os.PathLike[str]

@@ -31,7 +31,7 @@ from foretoken.heads.hydra import HydraConfig
 from foretoken.heads.medusa import MedusaConfig
 from foretoken.heads.mlp_speculator import MlpSpeculatorConfig
 from foretoken.heads.spire import SpireConfig
-from foretoken.models.config_checks import TwinRecord
+from foretoken.models.config import TwinRecord
 from foretoken.models.loading import fill_model, load_model
 from foretoken.models.parts import TargetParts
 from foretoken.runner.runner import Runner

@@ -13,8 +13,8 @@ from gguf import GGMLQuantizationType as Type
 from models.gguf_files import TINYCODE, write
 from transformers import AutoModelForCausalLM
 
-from foretoken.models.quantization.gguf import gguf_tokenizer
-from foretoken.models.quantization.gguf_file import read_gguf
+from foretoken.models.stored.gguf import gguf_tokenizer
+from foretoken.models.stored.gguf_file import read_gguf
 from foretoken.training.data.packed import PackedTokens
 
 HYDRA = "models/tinycode-hydra"

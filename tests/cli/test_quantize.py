@@ -22,9 +22,9 @@ from tiny_models import tiny_model
 from foretoken import LLM, SamplingParams
 from foretoken.decoder.quantized import QuantizedLinear, round_groups, round_rows
 from foretoken.models.loading import load_model
-from foretoken.models.quantization import calibration, writing
-from foretoken.models.quantization.calibration import Calibration, gptq
-from foretoken.models.quantization.writing import SCHEMES, Scheme
+from foretoken.models.making import calibration, writing
+from foretoken.models.making.calibration import Calibration, gptq
+from foretoken.models.making.writing import SCHEMES, Scheme
 
 SMALL = ("--group-size", "32")
 
@@ -103,7 +103,7 @@ def test_a_killed_run_goes_on(small: Path, tmp_path: Path, numbers: tuple[int, .
     """Numbers of the files that it does not bring to disk; -1 for that after the weights."""
     arguments = ["quantize", str(small), "{out}", *SMALL, "--no-compare"]
     whole = tmp_path / "whole"
-    setup = "import foretoken.models.quantization.writing as w; w._SHARD_BYTES = 8000\n"
+    setup = "import foretoken.models.making.writing as w; w._SHARD_BYTES = 8000\n"
     assert run_killed([each.format(out=whole) for each in arguments], 0, setup=setup)[0] == 0
     expected: Any = contents(whole)
     shards = [name for name in expected if name.endswith(".safetensors")]

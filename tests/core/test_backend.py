@@ -17,7 +17,7 @@ from foretoken.core.backend import StageClock
 FORK = re.compile(r"\.is_cuda\b|device\.type\s*(==|!=|in\b)|find_spec\(\"triton\"\)")
 PACKAGE = Path(foretoken.__file__).parent
 # A tensor's device is compared with another's there, or with what torch names; nothing follows for kernels.
-OTHER_QUESTIONS = {"drafting/draft_guard.py", "models/placement.py", "formats/files.py"}
+OTHER_QUESTIONS = {"drafting/draft_guard.py", "models/loaded.py", "formats/files.py"}
 
 
 def test_no_other_module_tells_devices_apart() -> None:

@@ -31,9 +31,9 @@ from foretoken.formats.checkpoint import HeadCheckpoint
 from foretoken.heads.base import build_head
 from foretoken.heads.hydra import HydraConfig
 from foretoken.models.lean_weights import read_weights
+from foretoken.models.loaded import DTYPES
 from foretoken.models.loading import load_model, wrap_model
 from foretoken.models.parts import target_parts
-from foretoken.models.placement import DTYPES
 from foretoken.runner.runner import Runner
 
 pytestmark = pytest.mark.native

@@ -15,8 +15,8 @@ from foretoken.core.errors import ModelError
 from foretoken.decoder import native_storage
 from foretoken.decoder import quantized as quantized_module
 from foretoken.decoder.quantized import QuantizedMatrix, quantized
-from foretoken.models.quantization.gguf_blocks import FORMATS
-from foretoken.models.quantization.gguf_file import GgufFile, read_gguf
+from foretoken.models.stored.gguf_blocks import FORMATS
+from foretoken.models.stored.gguf_file import GgufFile, read_gguf
 
 pytestmark = pytest.mark.native
 # Types that take about the bytes of the file in memory.

@@ -21,7 +21,8 @@ from foretoken.formats import native
 from foretoken.formats.checkpoint import HeadCheckpoint, TargetFingerprint
 from foretoken.formats.registry import read_head
 from foretoken.heads.base import AutoregressiveHead, UnrolledHead, build_head
-from foretoken.models.loading import LoadedModel, wrap_model
+from foretoken.models.loaded import LoadedModel
+from foretoken.models.loading import wrap_model
 from foretoken.models.parts import target_parts
 from foretoken.training.config import head_config
 from foretoken.training.teacher import Teacher

@@ -22,8 +22,8 @@ from foretoken.decoder.quantized_embedding import QuantizedEmbedding
 from foretoken.decoder.quantized_experts import QuantizedExperts, is_plain_experts
 from foretoken.formats.checkpoint import TargetFingerprint
 from foretoken.models.loading import load_model, wrap_model
+from foretoken.models.making.in_memory import quantize_model
 from foretoken.models.parts import target_parts
-from foretoken.models.quantization.rounding import quantize_model
 
 PROMPTS = [[5, 6, 7, 8, 5, 6], list(range(3, 40)), [9, 9, 4]]
 PARAMS = [

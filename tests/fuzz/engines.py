@@ -21,8 +21,9 @@ from foretoken import LLM, RequestOutput, SamplingParams
 from foretoken.core.errors import ConfigError, ForetokenError, ModelError
 from foretoken.core.results import CompletionOutput
 from foretoken.drafting.policies import CONTROLS
-from foretoken.models.loading import LoadedModel, load_model, load_tokenizer
-from foretoken.models.quantization.rounding import quantize_model
+from foretoken.models.loaded import LoadedModel
+from foretoken.models.loading import load_model, load_tokenizer
+from foretoken.models.making.in_memory import quantize_model
 from foretoken.runner.costs import WIDTHS, CostCurve, PassCosts
 from foretoken.runner.decoders import probe_layer_shapes
 from foretoken.trees.stopping import TRAINED

@@ -34,8 +34,8 @@ from foretoken.heads.decoder_layer import LayerConfig
 from foretoken.heads.eagle import EagleConfig
 from foretoken.heads.eagle3 import Eagle3Config
 from foretoken.models.loading import wrap_model
+from foretoken.models.making.in_memory import quantize_model
 from foretoken.models.parts import TargetParts, target_parts
-from foretoken.models.quantization.rounding import quantize_model
 from foretoken.sampling.batch import SamplingBatch, SamplingRequest
 from foretoken.sampling.draft_draws import DraftDraws
 from foretoken.trees.choices import TreeShape

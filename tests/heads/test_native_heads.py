@@ -27,8 +27,8 @@ from foretoken.heads.hydra import HydraConfig
 from foretoken.heads.medusa import MedusaConfig, MedusaHeads
 from foretoken.heads.mlp_speculator import MlpSpeculatorConfig
 from foretoken.models.loading import wrap_model
+from foretoken.models.making.in_memory import quantize_model
 from foretoken.models.parts import TargetParts, target_parts
-from foretoken.models.quantization.rounding import quantize_model
 from foretoken.sampling.batch import SamplingBatch, SamplingRequest
 from foretoken.sampling.draft_draws import DraftDraws
 from foretoken.trees.choices import TreeShape

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from foretoken.heads.medusa import MedusaConfig, MedusaHeads
 from foretoken.models.generic import find_blocks, run_plain
-from foretoken.models.loading import LoadedModel, wrap_model
+from foretoken.models.loaded import LoadedModel
+from foretoken.models.loading import wrap_model
 from foretoken.models.parts import target_parts
 from foretoken.training.teacher import Teacher
 

@@ -14,7 +14,8 @@ from torch.nn.functional import rms_norm, silu
 from foretoken.core.errors import ConfigError
 from foretoken.heads.base import WindowPositions, build_head
 from foretoken.heads.spire import SpireConfig, SpireHead, evenly_spaced
-from foretoken.models.loading import LoadedModel, wrap_model
+from foretoken.models.loaded import LoadedModel
+from foretoken.models.loading import wrap_model
 from foretoken.models.parts import TargetParts, target_parts
 from foretoken.training.config import head_config
 from foretoken.training.teacher import Teacher

@@ -11,7 +11,7 @@ import pytest
 import torch
 from model_files import INDEX, SHARDS, WEIGHTS, edit_config, edit_weights, refusal, saved, split_weights, write_index
 
-from foretoken.models.config_checks import check_model_files
+from foretoken.models.config import check_model_files
 
 NORM, GATE, UP = "model.norm.weight", "model.layers.1.mlp.gate_proj.weight", "model.layers.2.mlp.up_proj.weight"
 

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from tiny_models import ARCHITECTURES, CONTEXT_LEN, VOCAB_SIZE, tiny_model
 
 from foretoken.core.errors import ModelError
-from foretoken.models.config_checks import SIZES
+from foretoken.models.config import SIZES
 from foretoken.models.describe import describe_directory, describe_plain
 
 

@@ -24,9 +24,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from foretoken import LLM
 from foretoken.core.errors import ModelError
-from foretoken.models.quantization.building import build
-from foretoken.models.quantization.gguf import gguf_tokenizer, open_gguf
-from foretoken.models.quantization.gguf_file import read_gguf
+from foretoken.models.stored.building import build
+from foretoken.models.stored.gguf import gguf_tokenizer, open_gguf
+from foretoken.models.stored.gguf_file import read_gguf
 
 WIDE = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "head_dim": 64}  # blocks of 256 weights
 _GEMMA = SMALL | {"head_dim": 32, "query_pre_attn_scalar": 32, "final_logit_softcapping": 200.0}

@@ -19,8 +19,8 @@ from tiny_models import random_model, tiny_config, tiny_model
 
 from foretoken import LLM, SamplingParams
 from foretoken.models.loading import load_model
-from foretoken.models.quantization.building import build
-from foretoken.models.quantization.gguf import open_gguf
+from foretoken.models.stored.building import build
+from foretoken.models.stored.gguf import open_gguf
 
 _WINDOW = 6
 _SIZES = SMALL | {

@@ -18,9 +18,9 @@ from foretoken import LLM, SamplingParams
 from foretoken.core.errors import ModelError
 from foretoken.decoder.quantized_experts import QuantizedExperts
 from foretoken.models.loading import load_model
-from foretoken.models.quantization.building import build
-from foretoken.models.quantization.gguf import open_gguf
 from foretoken.models.smaller import unpacked_model
+from foretoken.models.stored.building import build
+from foretoken.models.stored.gguf import open_gguf
 
 SMALL = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
 WIDE = SMALL | {"hidden_size": 256, "intermediate_size": 256}  # blocks of 256 weights

@@ -20,9 +20,9 @@ from tiny_models import tiny_model
 from foretoken.core.errors import ModelError
 from foretoken.models.lean_weights import read_weights
 from foretoken.models.loading import load_model, wrap_model
-from foretoken.models.quantization.gguf_config import read_settings
-from foretoken.models.quantization.gguf_file import read_gguf
-from foretoken.models.quantization.gguf_lean import lean_file
+from foretoken.models.stored.gguf import lean_file
+from foretoken.models.stored.gguf_config import read_settings
+from foretoken.models.stored.gguf_file import read_gguf
 
 _GEMMA = SMALL | {"head_dim": 32, "query_pre_attn_scalar": 32, "rope_parameters": None}
 Add = Callable[[GGUFWriter], None]
@@ -147,7 +147,7 @@ SLOW = """
 import atexit, os, sys, time
 from foretoken.models.lean_weights import read_weights
 from foretoken.models.loading import load_model
-from foretoken.models.quantization.gguf_file import GgufFile
+from foretoken.models.stored.gguf_file import GgufFile
 read, parent, seen = GgufFile.matrix, os.getpid(), []
 def slow(*args, **kwargs):
     if os.getpid() == parent:
@@ -247,8 +247,8 @@ def test_a_model_that_memory_does_not_hold_is_refused_before_it_is_read(
 ) -> None:
     written(tmp_path / "model.gguf", "llama")
     tiny_model("llama").save_pretrained(tmp_path / "model")
-    monkeypatch.setattr("foretoken.models.placement.free_bytes", lambda device: 1000)
-    monkeypatch.setattr("foretoken.models.quantization.gguf_file.GgufFile.matrix", None)
+    monkeypatch.setattr("foretoken.models.loaded.free_bytes", lambda device: 1000)
+    monkeypatch.setattr("foretoken.models.stored.gguf_file.GgufFile.matrix", None)
     for name in ("model.gguf", "model"):
         with pytest.raises(
             ModelError, match=r"weights of .*model.* need 0\.0 GB of memory on 'cpu', where 0\.0 GB are"

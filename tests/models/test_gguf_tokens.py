@@ -19,9 +19,9 @@ from gguf_files import add_pairs, add_tokens, write_header
 from gguf_texts import SHORT_TEXTS, texts
 
 from foretoken.core.errors import ModelError
-from foretoken.models.quantization.gguf import gguf_tokenizer
-from foretoken.models.quantization.gguf_file import read_gguf
-from foretoken.models.quantization.gguf_vocabulary import GgufVocabulary, read_vocabulary
+from foretoken.models.stored.gguf import gguf_tokenizer
+from foretoken.models.stored.gguf_file import read_gguf
+from foretoken.models.stored.gguf_tokenizer import GgufVocabulary, read_vocabulary
 
 _SPLITS = json.loads((Path(__file__).parent / "gguf_ids_of_splits.json").read_text())
 SPLITS = _SPLITS["ids"]

@@ -16,8 +16,8 @@ from foretoken import LLM
 from foretoken.core.errors import ModelError
 from foretoken.core.token_tree import TokenTree
 from foretoken.models.forward_pass import ATTENTION_NAME
+from foretoken.models.loaded import DTYPES
 from foretoken.models.loading import _context_len, load_model, load_tokenizer, wrap_model
-from foretoken.models.placement import DTYPES
 from foretoken.runner.runner import Runner
 
 

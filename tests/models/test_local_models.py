@@ -11,9 +11,8 @@ from gguf_files import tiny_file, write_header
 from model_files import saved
 from test_gguf import tiny_tokens
 
-from foretoken.models.listing import summaries
-from foretoken.models.local import LocalModel, local_models
-from foretoken.models.names import resolve_model
+from foretoken.models.describe import summaries
+from foretoken.models.names import LocalModel, local_models, resolve_model
 
 BLOB = "sha256-" + "1" * 64
 

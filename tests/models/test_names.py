@@ -12,8 +12,7 @@ from gguf_files import write_header
 from model_files import saved
 
 from foretoken.core.errors import ModelError
-from foretoken.models.local import local_models, main_files, preferred, tag_of, with_tag
-from foretoken.models.names import is_gguf, resolve_model
+from foretoken.models.names import is_gguf, local_models, main_files, preferred, resolve_model, tag_of, with_tag
 
 
 def refused(name: str | Path) -> str:

@@ -11,7 +11,8 @@ import transformers as hf
 from tiny_models import random_model
 
 from foretoken.core.errors import ModelError
-from foretoken.models.loading import check_architecture, load_model, wrap_model
+from foretoken.models.config import check_architecture
+from foretoken.models.loading import load_model, wrap_model
 from foretoken.runner.runner import Runner
 
 _SIZES: dict[str, Any] = {

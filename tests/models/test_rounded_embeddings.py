@@ -17,10 +17,11 @@ from foretoken.core.errors import ModelError
 from foretoken.decoder.quantized import Quantization, quantized
 from foretoken.decoder.quantized_embedding import QuantizedEmbedding
 from foretoken.models.lean_weights import read_weights
-from foretoken.models.loading import LoadedModel, wrap_model
-from foretoken.models.quantization.building import build
-from foretoken.models.quantization.gguf import open_gguf
-from foretoken.models.quantization.rounding import quantize_model
+from foretoken.models.loaded import LoadedModel
+from foretoken.models.loading import wrap_model
+from foretoken.models.making.in_memory import quantize_model
+from foretoken.models.stored.building import build
+from foretoken.models.stored.gguf import open_gguf
 from foretoken.planning.sizes import sizes_of
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -17,7 +17,8 @@ from tiny_models import tiny_model
 from foretoken import LLM, SamplingParams
 from foretoken.core.errors import ForetokenError
 from foretoken.decoder.quantized import QuantizedLinear
-from foretoken.models.loading import LoadedModel, load_model
+from foretoken.models.loaded import LoadedModel
+from foretoken.models.loading import load_model
 
 pytestmark = pytest.mark.native
 PROMPTS = [[5, 6, 7, 8, 5, 6, 7, 8], [9, 9, 4], [*range(3, 40)]]

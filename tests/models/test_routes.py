@@ -53,7 +53,7 @@ def test_weights_in_integers_are_in_bfloat16_on_a_cpu(tmp_path: Path, monkeypatc
 
     if can_store_blocks():
         assert dtypes() == [torch.bfloat16, torch.float32, torch.bfloat16]
-    monkeypatch.setattr("foretoken.models.placement.can_store_blocks", lambda: False)
+    monkeypatch.setattr("foretoken.models.loaded.can_store_blocks", lambda: False)
     assert dtypes() == [torch.float32] * 3
 
 
@@ -96,8 +96,8 @@ def test_what_an_accelerator_does_not_hold_is_refused_before_it_is_read(
 ) -> None:
     path = tiny_file(tmp_path / "model.gguf")
     monkeypatch.setattr("foretoken.models.loading.resolve_device", torch.device)
-    monkeypatch.setattr("foretoken.models.placement.free_bytes", lambda device: 1000)
-    monkeypatch.setattr("foretoken.models.quantization.gguf_file.GgufFile.matrix", None)
+    monkeypatch.setattr("foretoken.models.loaded.free_bytes", lambda device: 1000)
+    monkeypatch.setattr("foretoken.models.stored.gguf_file.GgufFile.matrix", None)
     with pytest.raises(ModelError, match=r"need 0\.0 GB of memory on 'meta', where 0\.0 GB are free"):
         load_model(path, device="meta")
 

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from tiny_models import tiny_model
 
 from foretoken.core.errors import ModelError
-from foretoken.models.weight_findings import weight_findings
+from foretoken.models.weight_files import weight_findings
 
 Weights = dict[str, torch.Tensor]
 GATE = "model.layers.1.mlp.gate_proj.weight"

@@ -9,8 +9,8 @@ import torch
 from tiny_models import tiny_model
 from torch import nn
 
+from foretoken.models.loaded import gather_weights
 from foretoken.models.loading import load_model
-from foretoken.models.placement import gather_weights
 
 MODEL = str(Path(__file__).parents[2] / "models" / "tinycode")
 

@@ -16,8 +16,9 @@ from foretoken.attention.layout import AttentionLayout
 from foretoken.core.errors import ModelError
 from foretoken.core.passes import Pass
 from foretoken.decoder.blocks import Block, Experts, FeedForward, LeanWeights, Matrix
-from foretoken.models.loading import LoadedModel, wrap_model
-from foretoken.models.quantization.rounding import quantize_model
+from foretoken.models.loaded import LoadedModel
+from foretoken.models.loading import wrap_model
+from foretoken.models.making.in_memory import quantize_model
 from foretoken.runner import decoders
 from foretoken.runner.runner import Runner
 

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from foretoken.core.errors import ModelError
-from foretoken.models.loading import LoadedModel, load_model, wrap_model
+from foretoken.models.loaded import LoadedModel
+from foretoken.models.loading import load_model, wrap_model
 from foretoken.runner import decoders
 from foretoken.runner.runner import Runner
 

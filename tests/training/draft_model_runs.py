@@ -12,7 +12,7 @@ import torch
 import training_runs
 from safetensors.torch import save_file
 
-from foretoken.models.loading import LoadedModel
+from foretoken.models.loaded import LoadedModel
 from foretoken.models.smaller import pruned_model
 from foretoken.training.config import train_config
 from foretoken.training.draft_text import Distillation

@@ -26,7 +26,8 @@ from foretoken import LLM, SamplingParams
 from foretoken.core.errors import ConfigError
 from foretoken.heads.base import WindowPositions
 from foretoken.models.generic import generate_plain, run_plain
-from foretoken.models.loading import LoadedModel, wrap_model
+from foretoken.models.loaded import LoadedModel
+from foretoken.models.loading import wrap_model
 from foretoken.models.smaller import fresh_model, kept_layers, pruned_model
 from foretoken.training.config import train_config
 from foretoken.training.data.packed import PackedForm, PackedTokens, PackedWriter

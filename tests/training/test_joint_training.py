@@ -16,7 +16,8 @@ from foretoken.core.errors import ConfigError
 from foretoken.formats import native
 from foretoken.heads.base import build_head
 from foretoken.models.generic import run_plain
-from foretoken.models.loading import LoadedModel, wrap_model
+from foretoken.models.loaded import LoadedModel
+from foretoken.models.loading import wrap_model
 from foretoken.models.parts import target_parts
 from foretoken.training.config import JointConfig, head_config, objective_config, train_config
 from foretoken.training.joint import JointTrainer

@@ -14,7 +14,8 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 from foretoken.formats.checkpoint import HeadCheckpoint, TargetFingerprint
-from foretoken.models.loading import LoadedModel, wrap_model
+from foretoken.models.loaded import LoadedModel
+from foretoken.models.loading import wrap_model
 from foretoken.models.parts import target_parts
 from foretoken.training.config import head_config, objective_config, train_config
 from foretoken.training.doctor.checks import fresh_head

@@ -17,7 +17,8 @@ from tiny_models import VOCAB_SIZE, tiny_model
 from torch import Tensor
 
 from foretoken.formats.checkpoint import HeadCheckpoint
-from foretoken.models.loading import LoadedModel, wrap_model
+from foretoken.models.loaded import LoadedModel
+from foretoken.models.loading import wrap_model
 from foretoken.training.config import head_config, objective_config, train_config
 from foretoken.training.data.packed import PackedTokens
 from foretoken.training.run import HeadSettings, Interrupted, train_head

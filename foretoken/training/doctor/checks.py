@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from foretoken.core.passes import Tap
-    from foretoken.models.loading import LoadedModel
+    from foretoken.models.loaded import LoadedModel
 
 Verdict = Literal["ok", "warning", "fault", "not decided", "skipped"]
 _LARGEST = 1e4  # of a weight or logit; a choice, far above trained ones: damaged ones reach the limits of their dtype

@@ -59,7 +59,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from foretoken.heads.base import Head, HeadConfig
-    from foretoken.models.loading import LoadedModel
+    from foretoken.models.loaded import LoadedModel
     from foretoken.training.doctor.readings import DraftingFigures
 
 

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from foretoken.core.passes import Tap
     from foretoken.core.records import StepRecord
     from foretoken.core.results import RequestOutput
-    from foretoken.models.loading import LoadedModel
+    from foretoken.models.loaded import LoadedModel
     from foretoken.models.parts import TargetParts
 
 BLOCK_BEFORE, BLOCK_AFTER = "one block earlier", "one block later"

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from foretoken.formats.checkpoint import HeadCheckpoint
     from foretoken.heads.base import Head
-    from foretoken.models.loading import LoadedModel
+    from foretoken.models.loaded import LoadedModel
     from foretoken.models.parts import TargetParts
     from foretoken.training.doctor.readings import Agreement, Texts
 

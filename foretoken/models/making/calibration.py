@@ -16,14 +16,16 @@ from torch import Tensor, nn
 
 from foretoken.core.checks import require
 from foretoken.core.errors import ModelError, foreign_errors_as, one_line
+from foretoken.decoder.native_linear import linear_layer
+from foretoken.decoder.quantized_experts import is_plain_experts, mixed
 from foretoken.models.generic import find_blocks
-from foretoken.models.quantization.experts import separate_experts
-from foretoken.models.quantization.writing import Quantized, quantize_linear
+from foretoken.models.making.writing import Quantized, quantize_linear
+from foretoken.models.stored import PARTS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from foretoken.models.quantization.writing import Original, Scheme
+    from foretoken.models.making.writing import Original, Scheme
 
 _DAMPING = 0.01  # of the mean square of inputs, added to each; the paper's
 _COLUMNS = 128  # inputs whose errors are spread before all others get them; the paper's
@@ -180,3 +182,31 @@ def _inverse_root(name: str, squares: Tensor) -> Tensor:
     if failed.any() or failed_too.any() or not inverse.isfinite().all():
         raise ModelError(f"the inputs of {name} on the text have no inverse. Expected finite ones, of more texts.")
     return inverse
+
+
+class SeparateExperts(nn.Module):
+    """The experts of a layer as linear layers, named as in checkpoints, on the weights of a module of transformers."""
+
+    def __init__(self, experts: Any) -> None:
+        """Shares the weights; `experts`: see `is_plain_experts`."""
+        super().__init__()
+        self._act_fn = experts.act_fn
+        for expert, (gate_up, down) in enumerate(zip(experts.gate_up_proj, experts.down_proj, strict=True)):
+            weights = dict(zip(PARTS, (*gate_up.chunk(2), down), strict=True))
+            self.add_module(str(expert), nn.ModuleDict({part: linear_layer(each) for part, each in weights.items()}))
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """Turns (M, E) into (M, E); top_k_index, top_k_weights: (M, experts of a token)."""
+
+        def output_of(expert: int, x: Tensor) -> Tensor:
+            gate, up, down = self.get_submodule(str(expert)).children()
+            out: Tensor = down(self._act_fn(gate(x)) * up(x))
+            return out
+
+        return mixed(hidden_states, top_k_index, top_k_weights, output_of)
+
+
+def separate_experts(module: nn.Module) -> None:
+    """Replaces all experts within a module by `SeparateExperts`, in place."""
+    for name in [name for name, part in module.named_modules() if is_plain_experts(part)]:
+        module.set_submodule(name, SeparateExperts(module.get_submodule(name)))

@@ -18,15 +18,15 @@ import torch
 from foretoken.core.checks import shown
 from foretoken.core.errors import ModelError, foreign_errors_as, listed, one_line
 from foretoken.models.architectures import GGUF_ARCHITECTURES, GgufArchitecture
-from foretoken.models.config_checks import check_sizes, is_size
-from foretoken.models.quantization.gguf_vocabulary import read_vocabulary
+from foretoken.models.config import check_sizes, is_size
+from foretoken.models.stored.gguf_tokenizer import read_vocabulary
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from torch import Tensor
 
-    from foretoken.models.quantization.gguf_file import GgufFile, StoredTensor
+    from foretoken.models.stored.gguf_file import GgufFile, StoredTensor
 
 _LAYERS_OF_EXAONE4_32B = 64  # llama.cpp recognises these models by their layers too
 _LAYERS_OF_27B = {"gemma2": 46, "gemma3": 62}

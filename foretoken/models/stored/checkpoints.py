@@ -11,9 +11,8 @@ from safetensors import safe_open
 from foretoken.core.checks import shown
 from foretoken.core.errors import ModelError, foreign_errors_as, listed, one_line
 from foretoken.files.bounded_reads import TensorHeader, tensor_headers
-from foretoken.models.quantization import compressed_tensors, gptq
-from foretoken.models.quantization.experts import linear_shapes, name_in_transformers
-from foretoken.models.quantization.stored import StoredModel
+from foretoken.models.stored import StoredModel, linear_shapes, name_in_transformers
+from foretoken.models.stored.layouts import Layout, awq_layout, compressed_tensors_layout, gptq_layout
 from foretoken.models.weight_files import check_fit, meta_model, model_files, untied_shapes
 
 if TYPE_CHECKING:
@@ -23,12 +22,12 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from foretoken.decoder.quantized import QuantizedMatrix
-    from foretoken.models.quantization.stored import Layout
+    from foretoken.models.stored.layouts import Layout
 
 _LAYOUTS: dict[str, Callable[[Mapping[str, Any], str], Layout]] = {
-    "compressed-tensors": compressed_tensors.layout,
-    "gptq": gptq.gptq_layout,
-    "awq": gptq.awq_layout,
+    "compressed-tensors": compressed_tensors_layout,
+    "gptq": gptq_layout,
+    "awq": awq_layout,
 }
 
 # Tensors that are no weights of an architecture and change a model unless they are 0: biases that GPTQ adds to every

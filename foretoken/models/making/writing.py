@@ -21,10 +21,8 @@ from foretoken.decoder.quantized_experts import is_plain_experts
 from foretoken.files.atomic_files import is_begun, new_file, told_as, write_file
 from foretoken.files.bounded_reads import TensorHeader, read_json_object, tensor_headers
 from foretoken.files.processes import is_lock, run_lock
-from foretoken.models.config_checks import check_model_files
-from foretoken.models.loading import check_architecture, load_config
-from foretoken.models.quantization.experts import experts_of, linear_shapes, name_in_transformers
-from foretoken.models.quantization.stored import packed_words
+from foretoken.models.config import check_architecture, check_model_files, read_config
+from foretoken.models.stored import experts_of, linear_shapes, name_in_transformers
 from foretoken.models.weight_files import check_counts, check_fit, meta_model, model_files, untied_shapes
 
 if TYPE_CHECKING:
@@ -75,7 +73,7 @@ class Original:
     def __init__(self, directory: Path) -> None:
         """Reads configuration and headers; raises `ModelError` for what cannot be quantized."""
         check_model_files(str(directory), may_be_hub_id=False)
-        self.directory, self.config = directory, load_config(str(directory))
+        self.directory, self.config = directory, read_config(str(directory))
         check_architecture(self.config, str(directory))
         if getattr(self.config, "quantization_config", None) is not None:
             raise ModelError(f"the weights of '{directory}' are quantized already. Expected the original model.")
@@ -159,6 +157,14 @@ def quantize_linear(name: str, weight: Tensor, scheme: Scheme) -> Quantized:
     if not scales.isfinite().all():
         raise ModelError(f"{name} holds NaN or infinite values, or ones too large for {kind}. Expected finite weights.")
     return Quantized(numbers, scales.to(kind))
+
+
+def packed_words(numbers: Tensor, bits: int) -> Tensor:
+    """Returns words (N, W) int32 of numbers (N, K) int8 from -2^(bits - 1) on, the lowest bits first."""
+    unsigned = (numbers + (-128 if bits == 8 else 8)).view(torch.uint8)
+    unsigned = nn.functional.pad(unsigned, (0, -numbers.shape[1] % (32 // bits)))
+    parts = unsigned[:, ::2] | unsigned[:, 1::2] << 4 if bits == 4 else unsigned
+    return parts.contiguous().view(torch.int32)
 
 
 def scale_dtype(weight: Tensor) -> torch.dtype:

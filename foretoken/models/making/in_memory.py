@@ -15,9 +15,8 @@ from foretoken.decoder.base import UnsuitableError
 from foretoken.decoder.quantized import Quantization, QuantizedLinear, QuantizedMatrix, is_int4, quantized
 from foretoken.decoder.quantized_embedding import QuantizedEmbedding, is_plain_embedding
 from foretoken.decoder.quantized_experts import QuantizedExperts, is_plain_experts, quantized_parts
-from foretoken.models.loading import HASHED_ROWS, LoadedModel
-from foretoken.models.model_changes import foreign_call
-from foretoken.models.placement import gather_weights
+from foretoken.models.borrowed import foreign_call
+from foretoken.models.loaded import HASHED_ROWS, LoadedModel, gather_weights
 
 # Not of weights: those that are stored in integers round their inputs to 8 bits.
 RoundsInputs = Literal["a8"]

@@ -1,8 +1,9 @@
-"""Checks the files and the configuration of a model directory before a library reads them."""
+"""Reads the configuration of a model directory, and checks it and the files before a library reads them."""
 
 from __future__ import annotations
 
 import logging
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,10 +11,9 @@ from pydantic import BaseModel, ConfigDict, Field
 from safetensors import SafetensorError, safe_open
 
 from foretoken.core.checks import shown, validated
-from foretoken.core.errors import ModelError, listed, one_line
-from foretoken.files.bounded_reads import MIB, check_regular, read_json_object
-from foretoken.models.local import is_gguf
-from foretoken.models.names import is_hub_id, refuse_missing
+from foretoken.core.errors import ModelError, foreign_errors_as, listed, one_line
+from foretoken.files.bounded_reads import MIB, check_regular, read_json_object, tensor_headers
+from foretoken.models.names import is_gguf, is_hub_id, refuse_missing
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -89,7 +89,7 @@ def check_quantization(config: Any, name: str) -> None:
     """Raises `ModelError` for a quantization method that transformers does not know and would ignore."""
     from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING  # takes seconds to import
 
-    from foretoken.models.quantization.stored import OWN_METHOD
+    from foretoken.models.stored import OWN_METHOD
 
     for part in {id(part): part for part in (config, config.get_text_config())}.values():
         settings = getattr(part, "quantization_config", None)
@@ -209,3 +209,65 @@ def indexed_files(index: Path) -> list[Path]:
             f"'{index.parent}' lacks weight files that its index names: {listed(missing)}. Copy or download them again."
         )
     return [index.parent / name for name in names]
+
+
+def check_architecture(config: Any, name: str, *, is_stateful: bool = False) -> None:
+    """Raises `ModelError` for encoder-decoders, recurrent state and other layers that cannot be rolled back."""
+    if getattr(config, "is_encoder_decoder", False):
+        raise ModelError(f"'{name}' is an encoder-decoder model. Expected a decoder-only causal LM.")
+    text = config.get_text_config()
+    foreign = sorted(set(getattr(text, "layer_types", None) or ()) - ATTENTION_LAYERS)
+    if is_stateful or foreign:
+        kinds = f"layers of kind {', '.join(foreign)}" if foreign else "recurrent state"
+        raise ModelError(
+            f"'{name}' ({type(text).__name__}) has {kinds}, which cannot be rolled back to the accepted tokens after a "
+            "rejected draft. Expected full or sliding-window attention in every layer."
+        )
+    check_sizes(text, name)
+
+
+def read_config(name: str, revision: str | None = None) -> Any:
+    """Returns the configuration of a directory or hub id without running its code.
+
+    Settings of quantization that stand in a file of their own are its `quantization_config`. Raises `ModelError` if the
+    configuration cannot be read.
+    """
+    import transformers
+
+    with foreign_errors_as(ModelError, partial(refusal, f"the configuration of '{name}'")):
+        config: Any = transformers.AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=False)
+        text = config.get_text_config()
+    if getattr(config, "quantization_config", None) is None and (settings := _settings_beside(Path(name))):
+        config.quantization_config = settings
+    if not isinstance(text, transformers.PreTrainedConfig):  # transformers keeps unknown keys with any value
+        raise ModelError(
+            f"the text configuration inside config.json of '{name}' is {shown(text)}, but its architecture has no such "
+            "part. Copy or download config.json again."
+        )
+    return config
+
+
+_SETTINGS = {"quantize_config.json": "gptq", "quant_config.json": "awq"}  # files of AutoGPTQ and AutoAWQ
+_SETTINGS_NAMES = {"w_bit": "bits", "q_group_size": "group_size"}  # AutoAWQ's names in its own file
+
+
+def _settings_beside(directory: Path) -> dict[str, Any] | None:
+    """Returns quantization settings of a file of their own; such a file beside other weights is a leftover."""
+    for name, method in _SETTINGS.items():
+        if (directory / name).is_file() and any(
+            key.endswith(".qweight") for path in directory.glob("*.safetensors") for key in tensor_headers(path)
+        ):
+            found = read_json_object(directory / name)
+            return {"quant_method": method} | {_SETTINGS_NAMES.get(key, key): each for key, each in found.items()}
+    return None
+
+
+def refusal(what: str, error: Exception) -> str:
+    """Returns the message for an error of transformers in a part of a model that may need code of its own."""
+    if "trust_remote_code" not in str(error):
+        return f"{what} cannot be read: {one_line(error)}."
+    return (
+        f"{what} needs code that comes with the model, which is never run, also with trust_remote_code=True. Expected "
+        "an architecture that transformers has. Load the model with transformers, and pass it as LLM(model, "
+        "tokenizer=tokenizer)."
+    )

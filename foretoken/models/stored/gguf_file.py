@@ -18,14 +18,14 @@ from torch import Tensor
 from foretoken.core.errors import ModelError
 from foretoken.decoder.native_storage import can_store_blocks, store_blocks
 from foretoken.decoder.quantized import QuantizedMatrix
-from foretoken.models.quantization.gguf_blocks import FORMATS
-from foretoken.models.quantization.gguf_header import GgufHeader, damaged, opened, read_headers
+from foretoken.models.stored.gguf_blocks import FORMATS
+from foretoken.models.stored.gguf_header import GgufHeader, damaged, opened, read_headers
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from pathlib import Path
 
-    from foretoken.models.quantization.gguf_blocks import Unpacked
+    from foretoken.models.stored.gguf_blocks import Unpacked
 
 _WEIGHTS_AT_ONCE = 1 << 20  # unpacked at once; a choice: some 12 MiB with temporaries
 _DENSE = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}

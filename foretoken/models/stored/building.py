@@ -24,15 +24,14 @@ from foretoken.core.errors import ModelError, foreign_errors_as, listed, one_lin
 from foretoken.decoder.quantized import QuantizedLinear, QuantizedMatrix
 from foretoken.decoder.quantized_embedding import QuantizedEmbedding
 from foretoken.decoder.quantized_experts import QuantizedExperts, is_plain_experts, stacked
-from foretoken.models.quantization.experts import PARTS, experts_of
-from foretoken.models.quantization.stored import OWN_METHOD
+from foretoken.models.stored import OWN_METHOD, PARTS, experts_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
     from torch import Tensor
 
-    from foretoken.models.quantization.stored import StoredModel
+    from foretoken.models.stored import StoredModel
 
 
 class _Settings(QuantizationConfigMixin):

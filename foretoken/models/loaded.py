@@ -1,23 +1,27 @@
-"""Where a model's weights lie: dtypes and devices by name, contiguous blocks, and modules over a caller's weights."""
+"""A loaded model, and where its weights lie: dtypes and devices by name, contiguous blocks."""
 
 from __future__ import annotations
 
-import copy
 import re
-from collections import OrderedDict, defaultdict
-from types import MethodType
-from typing import Any
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-import transformers
 from torch import Tensor, nn
 
 from foretoken.core.backend import runs_cpu_kernels
 from foretoken.core.checks import shown
-from foretoken.core.errors import ModelError, foreign_errors_as, nearest_name_hint, one_line
-from foretoken.decoder.memory import has_memory, in_own_memory, lost_memory, plain_tensors
+from foretoken.core.errors import ModelError, nearest_name_hint, one_line
+from foretoken.decoder.memory import in_own_memory, plain_tensors
 from foretoken.decoder.native_storage import can_store_blocks
 from foretoken.decoder.slot_cache import free_bytes
+from foretoken.models.config import TWIN_KEY, TwinRecord, read_twin_record
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from foretoken.decoder.blocks import LeanWeights
 
 DTYPES = {
     "float32": torch.float32,
@@ -150,93 +154,90 @@ def _gather(weights: list[Tensor]) -> None:
         weight.data = place
 
 
-def shared_copy(model: Any) -> Any:
-    """Copies the structure of a transformers causal LM and shares its weights.
+KVCacheDtype = Literal["auto", "int8"]
+HASHED_ROWS = 64  # of the LM head; a choice: enough to tell models apart, read in milliseconds
 
-    The copy has its own modules, configuration, mode and attention. Its parameters and buffers lie in the original's
-    memory: a weight that is changed in place changes in both, one that is replaced (`model.to(...)`) changes in the
-    original alone. Tied weights stay tied. Both call the hooks.
 
-    `torch.compile` and peft adapters may wrap the model. Raises `ModelError` for anything else, and for weights that
-    are not in memory, or on several devices.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedModel:
+    """A causal LM that is ready to run.
+
+    Attributes:
+        make_module: Returns `module`, always the same one.
+        architecture: The class of the module, or the model type in a file that was read without transformers.
+        sizes: Whole numbers of the configuration, by name.
+        num_weights: Of the model.
+        lean: Reads the weights for lean decoders without `module`, see `LeanFile.weights`; None: they are found in it.
+        bytes_read: Returns the bytes read so far and the bytes of all matrices; None if all were read.
+        generation_values: The values of the model's generation configuration, by name.
+        context_len: Number of positions that it can embed, whatever other sequences of a batch do.
+        dtype: Dtype of weights and cache.
+        eos_ids: End-of-sequence tokens of its generation configuration.
+        is_borrowed: Whether the weights lie in the memory of a caller's model, which must stay as it is.
+        quantization: How the matrices were quantized after they were loaded, or the format in which they are stored in
+            integers; or None.
+        first_head_rows: (HASHED_ROWS, E), rows of the LM head before they were quantized here; None if they were not.
+        kv_cache_dtype: "int8" if keys and values are quantized when they are written to the KV cache, each row of a
+            head with a scale; "auto" if the cache has the model's dtype.
+        files: See `files_identity`; None for weights that came from memory.
+        stored: The model with the integers that this one's weights stand for; None if it was not unpacked from any.
     """
-    source = _plain_model(model)
-    with foreign_errors_as(  # an attribute may hold locks, files, generators
-        ModelError,
-        lambda err: (
-            f"{type(source).__name__} holds something that cannot be copied ({type(err).__name__}). Expected a "
-            "transformers causal LM as it was loaded. Save it with save_pretrained and pass the directory."
-        ),
-    ):
-        return copy.deepcopy(source, _kept_as_they_are(source))
+
+    make_module: Callable[[], nn.Module]
+    architecture: str
+    sizes: Mapping[str, int]
+    num_weights: int
+    lean: Callable[[int], LeanWeights] | None = None
+    bytes_read: Callable[[], tuple[int, int]] | None = None
+    generation_values: Mapping[str, Any]
+    name: str
+    vocab_size: int
+    context_len: int
+    num_layers: int
+    dtype: torch.dtype
+    device: torch.device
+    eos_ids: tuple[int, ...]
+    is_borrowed: bool = False
+    quantization: str | None = None
+    first_head_rows: torch.Tensor | None = None
+    kv_cache_dtype: KVCacheDtype = "auto"
+    files: str | None = None
+    stored: LoadedModel | None = None
+
+    @property
+    def module(self) -> nn.Module:
+        """The transformers model in evaluation mode, with our attention plug-in."""
+        return self.make_module()
+
+    @property
+    def config(self) -> Any:
+        """The text configuration of `module`."""
+        module: Any = self.module
+        return module.config.get_text_config()
+
+    @property
+    def backbone(self) -> nn.Module:
+        """The model without its LM head."""
+        backbone: nn.Module = self.module.base_model  # type: ignore[assignment]
+        return backbone
+
+    @property
+    def cost_twin(self) -> TwinRecord | None:
+        """The trained model behind a cost twin; None for other models. Raises `ModelError` for an invalid record."""
+        return None if self.lean else read_twin_record({TWIN_KEY: getattr(self.config, TWIN_KEY, None)}, self.name)
 
 
-def _plain_model(model: Any) -> transformers.PreTrainedModel:
-    model = getattr(model, "_orig_mod", model)  # torch.compile
-    name = type(model).__name__
-    if hasattr(model, "peft_config") and hasattr(model, "get_base_model"):
-        if any(getattr(config, "is_prompt_learning", False) for config in model.peft_config.values()):
-            raise ModelError(
-                f"{name} learns prompts, which come before the tokens of every request. Expected a model, or adapters "
-                "within its layers (LoRA and its kind)."
-            )
-        model = model.get_base_model()
-    if not isinstance(model, transformers.PreTrainedModel):
+def check_placement(model: LoadedModel, *, dtype: str, device: str) -> None:
+    """Raises `ModelError` if a model in memory has another dtype or device than asked for."""
+    if dtype != "auto" and resolve_dtype(dtype, model.device) != model.dtype:
+        own = str(model.dtype).removeprefix("torch.")
         raise ModelError(
-            f"a {name} is no transformers model. Expected a causal LM such as AutoModelForCausalLM gives; unwrap it "
-            "first where it is inside something else."
+            f"dtype '{dtype}' was asked for, but {model.name} is in memory as {own}. Expected 'auto' or '{own}'. "
+            "Convert it first, or pass the name of the model."
         )
-    head = model.get_output_embeddings()
-    if not isinstance(getattr(head, "weight", None), Tensor):
-        raise ModelError(f"{name} has no LM head. Expected a causal LM: load it with AutoModelForCausalLM.")
-    devices = sorted({str(parameter.device) for parameter in model.parameters()})
-    if "meta" in devices:
+    asked = None if device == "auto" else resolve_device(device)
+    if asked is not None and (asked.type != model.device.type or asked.index not in (None, model.device.index)):
         raise ModelError(
-            f"some weights of {name} are on the device 'meta': they were never loaded, or are offloaded. Expected all "
-            "weights in memory. Load it without device_map, on one device."
+            f"device '{device}' was asked for, but {model.name} is on '{model.device}'. Expected 'auto' or "
+            f"'{model.device}'. Move it first, or pass the name of the model."
         )
-    lost = next((tensor for tensor in plain_tensors(model) if not has_memory(tensor)), None)
-    if lost is not None:
-        raise ModelError(f"{name} cannot be used: {lost_memory(lost)}")
-    if len(devices) > 1:
-        raise ModelError(f"{name} is spread over {', '.join(devices)}. Expected all its weights on one device.")
-    return model
-
-
-def _kept_as_they_are(source: nn.Module) -> dict[int, Any]:
-    """Returns the memo that makes `copy.deepcopy` share tensors, and hooks, which are not copied."""
-    inside = {id(module) for module in source.modules()}
-    memo = copies_of_empty_parts(source)
-    for module in source.modules():
-        for value in (*module._buffers.values(), *vars(module).values()):
-            if isinstance(value, Tensor):
-                memo[id(value)] = value
-        for parameter in module._parameters.values():
-            if parameter is not None:
-                memo.setdefault(id(parameter), _alias(parameter))
-        merged = getattr(module, "merged_adapters", None)  # peft: the adapters that the shared weight contains
-        if isinstance(merged, list):
-            memo[id(merged)] = merged
-        for hooks in (module._forward_hooks, module._forward_pre_hooks):
-            for hook in hooks.values():
-                if not (isinstance(hook, MethodType) and id(hook.__self__) in inside):
-                    memo[id(hook)] = hook
-    return memo
-
-
-def copies_of_empty_parts(source: nn.Module) -> dict[int, Any]:
-    """Returns a memo for `copy.deepcopy` with copies of a module's empty containers, which take most of its time."""
-    return {
-        id(value): type(value)()
-        for module in source.modules()
-        for value in vars(module).values()
-        if not value and type(value) in (dict, OrderedDict, set)
-    }
-
-
-def _alias(parameter: nn.Parameter) -> nn.Parameter:
-    """Returns another parameter over the same memory; shares subclasses, which quantized layers use, as they are."""
-    if type(parameter) is not nn.Parameter:
-        return parameter
-    with torch.no_grad():
-        return nn.Parameter(parameter.detach(), requires_grad=False)

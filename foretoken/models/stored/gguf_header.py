@@ -17,7 +17,7 @@ import numpy as np
 from foretoken.core.checks import shown
 from foretoken.core.errors import ModelError, listed, one_line
 from foretoken.files.bounded_reads import check_regular
-from foretoken.models.local import part_names
+from foretoken.models.names import part_names
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
