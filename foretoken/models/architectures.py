@@ -14,13 +14,15 @@ if TYPE_CHECKING:
     from foretoken.decoder.blocks import Activation
 
 
+_NORMS = {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeanArchitecture:
     """How an architecture differs from Llama.
 
     Attributes:
-        norms: Names of a layer's norms before and after attention, before and after the feed-forward layer; None
-            without a norm.
+        norms: Names of a layer's norms, by the fields of `Block`.
         norm_offset: Added to a norm's weight. GGUF files hold the sum.
         activation: The configuration's entry that names the activation.
         window: Source of the sliding window: "none", "config" (one for all layers), or "layer"
@@ -28,9 +30,7 @@ class LeanArchitecture:
         softcap: Whether the configuration caps attention scores.
     """
 
-    norms: tuple[str | None, str | None, str | None, str | None] = (
-        "input_layernorm", None, "post_attention_layernorm", None,
-    )  # fmt: skip
+    norms: Mapping[str, str] = field(default_factory=lambda: _NORMS)
     norm_offset: float = 0.0
     activation: str = "hidden_act"
     window: str = "none"
@@ -55,7 +55,7 @@ _PARTS = {
 
 @dataclass(frozen=True, slots=True)
 class GgufArchitecture:
-    """How llama.cpp stores an architecture.
+    """How llama.cpp stores an architecture. "Field" is one of the configuration of transformers.
 
     Attributes:
         name: Of the architecture in the file.
@@ -121,10 +121,11 @@ _EXPERTS = {f"ffn_{part}_exps": f"mlp.experts.{part}_proj" for part in ("gate", 
 _LAYER_NORM = ("attention.layer_norm_epsilon", "layer_norm_eps")
 _LOGIT_SCALE = {"logit_scale": "logit_scale"}
 _CONFIG_WINDOW, _LAYER_WINDOW = LeanArchitecture(window="config"), LeanArchitecture(window="layer")
-_OLMO = LeanArchitecture(norms=(None, "post_attention_layernorm", None, "post_feedforward_layernorm"))
+_OLMO_NORMS = {"attention_post_norm": "post_attention_layernorm", "mlp_post_norm": "post_feedforward_layernorm"}
+_OLMO = LeanArchitecture(norms=_OLMO_NORMS)
 _GEMMA = LeanArchitecture(
-    norms=("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"),
-    norm_offset=1.0, activation="hidden_activation", window="layer",
+    norms=_NORMS | _OLMO_NORMS | {"mlp_norm": "pre_feedforward_layernorm"}, norm_offset=1.0,
+    activation="hidden_activation", window="layer",
 )  # fmt: skip
 ARCHITECTURES = {
     "llama": Architecture("LlamaForCausalLM", LeanArchitecture(), GgufArchitecture(

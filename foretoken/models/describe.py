@@ -14,11 +14,9 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from safetensors import safe_open
-
 from foretoken.core.checks import shown
 from foretoken.core.errors import ForetokenError, ModelError, foreign_errors_as, one_line
-from foretoken.files.bounded_reads import read_json_object, tensor_headers
+from foretoken.files.bounded_reads import TensorHeader, read_json_object, tensor_headers
 from foretoken.models.architectures import PLAIN_ARCHITECTURES, is_lean
 from foretoken.models.config import (
     ATTENTION_LAYERS,
@@ -36,6 +34,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
     from foretoken.models.names import LocalModel
+    from foretoken.models.stored.gguf_file import StoredTensor
 
 _PLAIN_SIZES = ("num_hidden_layers", "hidden_size", "vocab_size", "max_position_embeddings")
 _PLAIN_TENSORS = ("model.layers.", "model.embed_tokens.", "model.norm.", "lm_head.")
@@ -53,8 +52,7 @@ def describe_plain(directory: Path) -> dict[str, Any] | None:
         config = read_json_object(directory / "config.json")
     except ModelError:
         return None  # `describe_directory` says what is wrong
-    paths = sorted(directory.glob("*.safetensors"))
-    if not paths:
+    if not any(directory.glob("*.safetensors")):
         return None
     model_type, layer_types = str(config.get("model_type")), config.get("layer_types") or []
     is_plain = (
@@ -70,11 +68,11 @@ def describe_plain(directory: Path) -> dict[str, Any] | None:
     if not is_plain:
         return None
     check_model_files(str(directory), may_be_hub_id=False)
-    keys = [key for path in paths for key in _keys(path)]
-    if not all(key.startswith(_PLAIN_TENSORS) and not key.endswith(".qweight") for key in keys):
+    headers = _headers(directory)
+    if not all(key.startswith(_PLAIN_TENSORS) and not key.endswith(".qweight") for key in headers):
         return None
-    sizes = dict(zip(("layers", "hidden_size", "vocabulary", "context"), map(config.get, _PLAIN_SIZES), strict=True))
-    return _facts(directory, paths, PLAIN_ARCHITECTURES[model_type], sizes, _YES)
+    sizes = map(config.get, _PLAIN_SIZES)
+    return _facts(directory, headers, PLAIN_ARCHITECTURES[model_type], sizes, _YES)
 
 
 def describe_directory(directory: Path) -> dict[str, Any]:
@@ -94,14 +92,9 @@ def describe_directory(directory: Path) -> dict[str, Any]:
         target = _YES if is_causal else "no: it is no causal LM of transformers"
     except ModelError as err:
         target = f"no: {err}"
-    sizes = {
-        "layers": getattr(text, "num_hidden_layers", None),
-        "hidden_size": getattr(text, "hidden_size", None),
-        "vocabulary": getattr(text, "vocab_size", None),
-        "context": getattr(text, "max_position_embeddings", None),
-    }
+    sizes = (getattr(text, name, None) for name in _PLAIN_SIZES)
     architecture = ", ".join(config.architectures or [type(config).__name__])
-    facts = _facts(directory, sorted(directory.glob("*.safetensors")), architecture, sizes, target)
+    facts = _facts(directory, _headers(directory), architecture, sizes, target)
     quality = getattr(config, "rounding_quality", None)
     module = None if label is None else meta_model(config)
     if module is not None:  # words hold several weights
@@ -132,9 +125,6 @@ def describe_gguf(path: Path, *, verify: bool = False) -> dict[str, Any]:
         target = f"no: {err}"
     name = str(file.values.get("general.architecture"))
     sizes = {"layers": "block_count", "hidden_size": "embedding_length", "context": "context_length"}
-    types = {
-        kind: [each for each in tensors if each.type_name == kind] for kind in sorted({t.type_name for t in tensors})
-    }
     kinds = [vocabulary.model, file.values.get("tokenizer.ggml.pre")]
     facts = {
         "file": str(path),
@@ -143,10 +133,7 @@ def describe_gguf(path: Path, *, verify: bool = False) -> dict[str, Any]:
         **{key: file.values.get(f"{name}.{own}") for key, own in sizes.items()},
         "vocabulary": len(vocabulary.tokens) or None,
         "parameters": sum(prod(each.shape) for each in tensors),
-        "weight_dtypes": {
-            kind: {"tensors": len(found), "bytes": sum(each.num_bytes for each in found)}
-            for kind, found in types.items()
-        },
+        "weight_dtypes": {kind: _amounts(tensors, kind) for kind in sorted({each.type_name for each in tensors})},
         "weight_bytes": sum(each.num_bytes for each in tensors),
         "has_tokenizer": bool(vocabulary.tokens),
         "tokenizer": ", ".join(filter(None, kinds)) if vocabulary.tokens else None,
@@ -154,25 +141,30 @@ def describe_gguf(path: Path, *, verify: bool = False) -> dict[str, Any]:
         "has_chat_template": "tokenizer.chat_template" in file.values,
         "can_be_target": target,
     }
-    findings: list[str] = []
-    for key in file.tensors if verify else ():
-        try:
-            file.dense(key)
-        except ModelError as err:
-            findings.append(str(err))
-    return {key: value for key, value in facts.items() if value is not None} | (
-        {"findings": findings} if verify else {}
-    )
+    facts = {key: value for key, value in facts.items() if value is not None}
+    if verify:
+        facts["findings"] = findings = []
+        for key in file.tensors:
+            try:
+                file.dense(key)
+            except ModelError as err:
+                findings.append(str(err))
+    return facts
 
 
-def listed_tokens(place: str) -> list[str | None] | None:
-    """Returns the tokens of a model by their ids, as its files list them; None if they do not. Needs no torch.
+def _amounts(tensors: Iterable[StoredTensor], kind: str) -> dict[str, int]:
+    found = [each.num_bytes for each in tensors if each.type_name == kind]
+    return {"tensors": len(found), "bytes": sum(found)}
 
-    `place`: a directory or a GGUF file. Raises `ModelError` for a damaged file.
+
+def listed_tokens(model: str) -> list[str | None] | None:
+    """Returns the tokens of a directory or GGUF file by their ids; None if its files do not list them.
+
+    Needs no torch. Raises `ModelError` for a damaged file.
     """
-    if is_gguf(place):
-        return read_headers(Path(place))[0].array("tokenizer.ggml.tokens")
-    path = Path(place) / "tokenizer.json"
+    if is_gguf(model):
+        return read_headers(Path(model))[0].array("tokenizer.ggml.tokens")
+    path = Path(model) / "tokenizer.json"
     if not path.is_file():
         return None
     values = read_json_object(path)
@@ -187,36 +179,29 @@ def listed_tokens(place: str) -> list[str | None] | None:
         return [ids.get(number) for number in range(largest + 1)]
 
 
+def _headers(directory: Path) -> dict[str, TensorHeader]:
+    return {key: each for path in directory.glob("*.safetensors") for key, each in tensor_headers(path).items()}
+
+
 def _facts(
-    directory: Path, paths: list[Path], architecture: str, sizes: Mapping[str, int | None], target: str
+    directory: Path,
+    headers: Mapping[str, TensorHeader],
+    architecture: str,
+    sizes: Iterable[int | None],
+    target: str,
 ) -> dict[str, Any]:
-    num_parameters, dtypes = _weights(paths)
     twin = read_twin_record(read_json_object(directory / "config.json"), str(directory))
     return {
         "directory": str(directory),
         **({} if twin is None else {"cost_twin": twin.label}),
         "architecture": architecture,
-        **sizes,
-        "parameters": num_parameters,
-        "weight_dtypes": sorted(dtypes),
-        "weight_bytes": sum(path.stat().st_size for path in paths),
+        **dict(zip(("layers", "hidden_size", "vocabulary", "context"), sizes, strict=True)),
+        "parameters": sum(prod(each.shape) for each in headers.values()),
+        "weight_dtypes": sorted({each.dtype for each in headers.values()}),
+        "weight_bytes": sum(path.stat().st_size for path in directory.glob("*.safetensors")),
         "has_tokenizer": any(directory.glob("tokenizer*")),
         "can_be_target": target,
     }
-
-
-def _keys(path: Path) -> list[str]:
-    with safe_open(path, framework="np") as file:
-        return list(file.keys())
-
-
-def _weights(paths: list[Path]) -> tuple[int, set[str]]:
-    total, dtypes = 0, set()
-    for path in paths:
-        for header in tensor_headers(path).values():
-            total += prod(header.shape)
-            dtypes.add(header.dtype)
-    return total, dtypes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -250,66 +235,67 @@ def summaries(models: Iterable[LocalModel]) -> list[ModelSummary]:
     """Returns what models are, in their order; no weights are read."""
     found = [_summary(model) for model in models]
     tokens = [None if each.error else _tokens_hash(each.place) for each in found]
+
+    def shares(draft: ModelSummary, own: str) -> dict[str, float]:
+        size = draft.num_bytes or 0
+        return {
+            each.name: size / each.num_bytes
+            for each, others in zip(found, tokens, strict=True)
+            if others == own and each.num_bytes is not None and each.num_bytes > size
+        }
+
     return [
-        each if own is None else replace(each, drafts_for=_shares(each, own, found, tokens))
+        each if own is None else replace(each, drafts_for=shares(each, own))
         for each, own in zip(found, tokens, strict=True)
     ]
 
 
-def _shares(draft: ModelSummary, own: str, models: list[ModelSummary], tokens: list[str | None]) -> dict[str, float]:
-    size = draft.num_bytes or 0
-    return {
-        each.name: size / each.num_bytes
-        for each, others in zip(models, tokens, strict=True)
-        if others == own and each.num_bytes is not None and each.num_bytes > size
-    }
-
-
 def _summary(model: LocalModel) -> ModelSummary:
+    facts: dict[str, Any]
     try:
-        facts = _of_gguf(model.place) if is_gguf(model.place) else _of_directory(model.place)
+        facts = _of_gguf(model.path) if is_gguf(model.path) else _of_directory(model.path)
+        facts["is_lean"] = is_lean(facts["architecture"])
     except (ForetokenError, OSError) as err:
         facts = {"error": str(err)}
-    return ModelSummary(name=model.name, place=model.place, source=model.source, **facts)
+    return ModelSummary(name=model.name, place=model.path, source=model.source, **facts)
 
 
 def _of_gguf(path: Path) -> dict[str, Any]:
     headers = read_headers(path)
-    tensors = [each for header in headers for each in header.tensors.values()]
-    kinds = Counter[str]()
-    for each in tensors:
-        kinds[each.type_name] += prod(each.shape)
-    name = str(headers[0].values.get("general.architecture"))
+    kind = _most([(each.type_name, each.shape) for header in headers for each in header.tensors.values()])
     return {
         "num_bytes": sum(header.num_bytes for header in headers),
-        "format": f"GGUF {kinds.most_common(1)[0][0]}" if kinds else "GGUF",
-        "architecture": name,
-        "is_lean": is_lean(name),
+        "format": f"GGUF {kind}".rstrip(),
+        "architecture": str(headers[0].values.get("general.architecture")),
     }
 
 
 def _of_directory(directory: Path) -> dict[str, Any]:
-    paths, config = sorted(directory.glob("*.safetensors")), read_json_object(directory / "config.json")
-    kinds = Counter[str]()
-    for path in paths:
+    config, kinds, num_bytes = read_json_object(directory / "config.json"), [], 0
+    for path in sorted(directory.glob("*.safetensors")):
         with foreign_errors_as(ModelError, partial("'{}' cannot be read: {}. Download it again.".format, path)):
-            headers = tensor_headers(path)
-        for each in headers.values():
-            kinds[each.dtype] += prod(each.shape)
+            kinds += [(each.dtype, each.shape) for each in tensor_headers(path).values()]
+        num_bytes += path.stat().st_size
     settings, names = config.get("quantization_config"), config.get("architectures")
     method = settings.get("quant_method") if isinstance(settings, dict) else None
-    name = names[0] if isinstance(names, list) and names else config.get("model_type")
     return {
-        "num_bytes": sum(path.stat().st_size for path in paths),
-        "format": f"safetensors {method or (kinds.most_common(1)[0][0] if kinds else '')}".rstrip(),
-        "architecture": str(name),
-        "is_lean": is_lean(str(name)),
+        "num_bytes": num_bytes,
+        "format": f"safetensors {method or _most(kinds)}".rstrip(),
+        "architecture": str(names[0] if isinstance(names, list) and names else config.get("model_type")),
     }
 
 
-def _tokens_hash(place: Path) -> str | None:
+def _most(kinds: list[tuple[str, tuple[int, ...]]]) -> str:
+    """Returns the type of most weights, given types and shapes of tensors; "" without tensors."""
+    counts = Counter[str]()
+    for kind, shape in kinds:
+        counts[kind] += prod(shape)
+    return max(counts, key=counts.__getitem__, default="")
+
+
+def _tokens_hash(path: Path) -> str | None:
     try:
-        tokens = listed_tokens(str(place))
+        tokens = listed_tokens(str(path))
     except ForetokenError:
         return None
     return None if not tokens else hashlib.sha256("\0".join(map(str, tokens)).encode("utf-8", "replace")).hexdigest()

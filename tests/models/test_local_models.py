@@ -80,9 +80,9 @@ def test_models_are_found_where_other_programs_keep_them(machine: Path) -> None:
     }  # fmt: skip
     assert found.keys() == bundled | expected.keys()
     for name, (source, place) in expected.items():
-        assert (found[name].source, found[name].place) == (source, place)
+        assert (found[name].source, found[name].path) == (source, place)
     for each in found.values():
-        assert resolve_model(each.name) == str(each.place)
+        assert resolve_model(each.name) == str(each.path)
     (machine / "packages/llm_story/story.gguf").unlink()
     assert resolve_model("story") == str(blob)  # as with Ollama, `latest` may be left out
 

@@ -95,9 +95,7 @@ register_quantizer(OWN_METHOD)(_Quantizer)
 def build(stored: StoredModel, name: str, dtype: torch.dtype) -> tuple[Any, Mapping[str, Any]]:
     """Returns a transformers model on the CPU, and what transformers tells about keys that did not fit.
 
-    Raises:
-        ModelError: If a tensor is damaged or has another shape than the architecture's, or the architecture has no
-            such layer.
+    Raises `ModelError` if a tensor is damaged, or does not fit the architecture.
     """
     kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(stored.config)]
     weights = dict(stored.dense(dtype))
@@ -149,9 +147,8 @@ def build(stored: StoredModel, name: str, dtype: torch.dtype) -> tuple[Any, Mapp
 def unpacked(module: Any, dtype: torch.dtype) -> Any:
     """Returns a model of transformers' own layers, on the CPU, with the weights that a module's integers stand for.
 
-    Args:
-        module: As `build` returns it, or with matrices that were rounded in memory. Shares no weight with the result.
-        dtype: Of the result; numbers are computed in float32 and rounded once.
+    Numbers are computed in float32 and rounded once to `dtype`. The result shares no weight with the module, whose
+    matrices were stored in integers or quantized in memory.
     """
     embedding, head = module.get_input_embeddings(), module.get_output_embeddings()
     config = copy.deepcopy(module.config)

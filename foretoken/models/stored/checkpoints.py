@@ -55,14 +55,8 @@ def _settings(config: Any) -> Mapping[str, Any]:
 def open_checkpoint(name: str, config: Any, revision: str | None = None) -> StoredModel:
     """Opens the safetensors of a directory or hub id as they are stored.
 
-    Args:
-        name: Directory or hub id.
-        config: Of transformers, for which `is_stored` holds; its `quantization_config` is taken away.
-        revision: Of the hub id.
-
-    Raises:
-        ModelError: If the settings name what cannot be read, no layer is stored that way, or other weights are missing
-            or of another shape.
+    Takes the `quantization_config` away from a configuration for which `is_stored` holds. Raises `ModelError` if it
+    names what cannot be read, no layer is stored that way, or other weights are missing or of another shape.
     """
     settings = dict(_settings(config))
     layout = _LAYOUTS[settings["quant_method"]](settings, name)

@@ -29,20 +29,13 @@ from foretoken.decoder.quantized_embedding import is_plain_embedding
 from foretoken.decoder.quantized_experts import is_plain_experts
 from foretoken.models.architectures import ARCHITECTURES, GgufArchitecture, LeanArchitecture
 from foretoken.models.stored import PARTS, StoredModel, experts_of, label_of_inputs
-from foretoken.models.stored.gguf_config import (
-    BLOCK,
-    LONG_ROPE_FACTORS,
-    ROPE_FACTORS,
-    Settings,
-    read_settings,
-    refusal,
-)
+from foretoken.models.stored.gguf_config import BLOCK, LONG_ROPE_FACTORS, ROPE_FACTORS, Settings, read_settings, refusal
 from foretoken.models.stored.gguf_file import GgufFile, read_gguf
 from foretoken.models.stored.gguf_tokenizer import build_tokenizer, read_vocabulary
 from foretoken.models.weight_files import meta_model, untied_shapes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
     from pathlib import Path
 
 _EMBEDDING = "model.embed_tokens"
@@ -84,7 +77,6 @@ def stored_model(settings: Settings) -> StoredModel:
         if stored[key].is_quantized and is_plain_experts(module.get_submodule(owner)):
             kept.add(key)
             in_integers |= {f"{owner}.{expert}.{part}": names[key] for expert in range(stored[key].shape[0])}
-    types = {file.tensors[name].type_name for name in in_integers.values()} or {"not quantized"}
 
     def matrix(part: str, dtype: torch.dtype) -> QuantizedMatrix:
         expert = None if experts_of(part) is None else int(part.rsplit(".", 2)[1])
@@ -105,15 +97,19 @@ def stored_model(settings: Settings) -> StoredModel:
             tensors |= {key: file.dense(names[key]).float() - lean.norm_offset for key in norms}
         return tensors
 
-    label = f"GGUF, {' and '.join(sorted(types))}"
     return StoredModel(
-        config=config, label=label, linears=frozenset(in_integers) - {_EMBEDDING}, matrix=matrix, dense=dense,
-        embedding=_EMBEDDING if has_rows else None,
+        config=config, label=_label(file, in_integers.values()), linears=frozenset(in_integers) - {_EMBEDDING},
+        matrix=matrix, dense=dense, embedding=_EMBEDDING if has_rows else None,
     )  # fmt: skip
 
 
+def _label(file: GgufFile, names: Iterable[str]) -> str:
+    """Returns the types of tensors in integers, for people."""
+    types = {file.tensors[name].type_name for name in names if file.tensors[name].is_quantized} or {"not quantized"}
+    return f"GGUF, {' and '.join(sorted(types))}"
+
+
 def _joined_experts(owner: str, kind: str, config: Any, gate: Tensor, up: Tensor, down: Tensor) -> dict[str, Tensor]:
-    """Returns weights, or biases, of all experts of a layer as transformers has them."""
     names = [f"{owner}.{part}{'_bias' if kind == 'bias' else ''}" for part in ("gate_up_proj", "down_proj")]
     if config.model_type != "gpt_oss":
         return dict(zip(names, (torch.cat([gate, up], 1), down), strict=True))
@@ -145,7 +141,6 @@ def _tensor_names(file: GgufFile, architecture: GgufArchitecture) -> dict[str, s
 
 
 def _checked_module(file: GgufFile, config: Any, names: dict[str, str]) -> nn.Module:
-    """Builds the architecture without memory, and compares it with all tensors."""
     module = meta_model(config)
     shapes = {} if module is None else _file_shapes(untied_shapes(module), config)
     wrong = [f"{key} is missing" for key in shapes if key not in names]
@@ -193,7 +188,7 @@ def gguf_tokenizer(path: Path) -> Any | None:
 _BIASES = {
     "attention_bias": ("attn_q", "attn_k", "attn_v", "attn_output"), "mlp_bias": ("ffn_gate", "ffn_up", "ffn_down"),
 }  # fmt: skip
-_ROPES = {"default", "linear", "llama3"}
+_ROPES = {"default", "linear", "llama3"}  # whose tables `LeanFile` computes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -214,9 +209,8 @@ class LeanFile:
 
     @property
     def label(self) -> str:
-        """The types of the matrices in integers, for people."""
-        types = {each.type_name for each in self.settings.file.tensors.values() if each.is_quantized}
-        return label_of_inputs(f"GGUF, {' and '.join(sorted(types or {'not quantized'}))}", self.input_bits)
+        """As in `StoredModel`."""
+        return label_of_inputs(_label(self.settings.file, self.settings.file.tensors), self.input_bits)
 
     @property
     def num_bytes(self) -> int:
@@ -227,11 +221,8 @@ class LeanFile:
     def read_beside(self) -> Callable[[], None]:
         """Starts a thread that reads the matrices without Python's lock, so that the tokenizer can be read meanwhile.
 
-        The thread ends when the main thread does, so that Ctrl-C ends the process.
-
-        Returns:
-            A function that waits until all are read, and raises `ModelError` as `weights`. In a process that was forked
-            meanwhile, which has no such thread, it returns at once.
+        Returns a function that waits until all are read, and raises `ModelError` as `weights`. In a process that was
+        forked meanwhile, which has no such thread, it returns at once. The thread ends when the main thread does.
         """
         done, process = Future[None](), os.getpid()
 
@@ -255,13 +246,9 @@ class LeanFile:
         return sum(read), sum(each.num_bytes for each in tensors.values() if each.is_quantized)
 
     def weights(self, num_positions: int) -> LeanWeights:
-        """Reads the weights; matrices are read once.
+        """Reads the weights, with `num_positions` rows of rotary tables; matrices are read once.
 
-        Args:
-            num_positions: Rows of the rotary tables.
-
-        Raises:
-            ModelError: For numbers that are not finite.
+        Raises `ModelError` for numbers that are not finite.
         """
         fields, rotary = self.settings.fields, dict[str, Rotary]()
         blocks = []
@@ -292,9 +279,9 @@ class LeanFile:
             Matrix(weight=self._matrix(at + name), bias=self._bias(at + name))
             for name in ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down")
         )
-        attention_norm, attention_post_norm, mlp_norm, mlp_post_norm = (
-            None if name is None else self._norm(at + name) for name in _norms(self.settings, self.lean)
-        )
+        norms: Any = {field: self._norm(at + name) for field, name in _norms(self.settings, self.lean).items()}
+        if self.settings.architecture.has_head_norms:
+            norms |= {"query_norm": self._norm(f"{at}attn_q_norm"), "key_norm": self._norm(f"{at}attn_k_norm")}
         return Block(
             spec=BlockSpec(
                 num_heads=fields["num_attention_heads"],
@@ -309,13 +296,8 @@ class LeanFile:
             value=value,
             output=output,
             mlp=FeedForward(gate=gate, up=up, down=down),
-            attention_norm=attention_norm,
-            attention_post_norm=attention_post_norm,
-            mlp_norm=mlp_norm,
-            mlp_post_norm=mlp_post_norm,
-            query_norm=self._norm(f"{at}attn_q_norm") if self.settings.architecture.has_head_norms else None,
-            key_norm=self._norm(f"{at}attn_k_norm") if self.settings.architecture.has_head_norms else None,
             rotary=rotary,
+            **norms,
         )
 
     def _rotary(self, kind: str, num_positions: int) -> Rotary:
@@ -376,10 +358,10 @@ def lean_file(settings: Settings, dtype: torch.dtype, input_bits: int | None = N
     return LeanFile(settings=settings, lean=lean, dtype=dtype, input_bits=input_bits) if found == shapes else None
 
 
-def _norms(settings: Settings, lean: LeanArchitecture) -> list[str | None]:
+def _norms(settings: Settings, lean: LeanArchitecture) -> dict[str, str]:
     """Returns the file's names of `LeanArchitecture.norms`."""
     names = {theirs: name for name, theirs in settings.architecture.parts.items()}
-    return [None if each is None else names[each] for each in lean.norms]
+    return {field: names[name] for field, name in lean.norms.items()}
 
 
 def _head_dim(fields: dict[str, Any]) -> int:
@@ -393,7 +375,7 @@ def _rope(fields: dict[str, Any], kind: str) -> dict[str, Any]:
 
 
 def _shapes(settings: Settings, lean: LeanArchitecture) -> dict[str, tuple[int, ...]]:
-    """Returns the shapes of all tensors of a model, but for those of its LM head: no other tensor is left unread."""
+    """Returns the shapes of all tensors of a model except its LM head."""
     fields, architecture = settings.fields, settings.architecture
     hidden, inner, head_dim = fields["hidden_size"], fields["intermediate_size"], _head_dim(fields)
     queries, keys = fields["num_attention_heads"] * head_dim, fields["num_key_value_heads"] * head_dim
@@ -411,7 +393,7 @@ def _shapes(settings: Settings, lean: LeanArchitecture) -> dict[str, tuple[int, 
         at = f"blk.{layer}."
         found |= {f"{at}{name}.weight": shape for name, shape in matrices.items()}
         found |= {f"{at}{name}.bias": matrices[name][:1] for name in biases}
-        found |= {f"{at}{name}.weight": (hidden,) for name in _norms(settings, lean) if name is not None}
+        found |= {f"{at}{name}.weight": (hidden,) for name in _norms(settings, lean).values()}
         if architecture.has_head_norms:
             found |= {f"{at}attn_{name}_norm.weight": (head_dim,) for name in ("q", "k")}
     return found

@@ -96,11 +96,6 @@ class GgufFile:
         return self.headers[0].array(key)
 
     @property
-    def bytes_per_weight(self) -> float:
-        """The mean over all tensors."""
-        return sum(each.num_bytes for each in self.tensors.values()) / max(1, self.num_weights)
-
-    @property
     def is_quantized(self) -> bool:
         """Whether any tensor is stored in integers."""
         return any(each.is_quantized for each in self.tensors.values())
@@ -109,6 +104,11 @@ class GgufFile:
     def num_weights(self) -> int:
         """Of all tensors."""
         return sum(prod(each.shape) for each in self.tensors.values())
+
+    @property
+    def bytes_per_weight(self) -> float:
+        """The mean over all tensors."""
+        return sum(each.num_bytes for each in self.tensors.values()) / max(1, self.num_weights)
 
     def bytes_in_memory(self, name: str, dtype: torch.dtype) -> int:
         """Returns the bytes that a tensor takes as a matrix in integers, or in a dtype."""
@@ -122,16 +122,14 @@ class GgufFile:
     def matrix(
         self, name: str, dtype: torch.dtype, order: Tensor | None = None, *, part: int | None = None
     ) -> QuantizedMatrix:
-        """Returns a matrix that is stored in integers; a second call returns the same.
+        """Returns a matrix that is stored in integers; raises `ModelError` for scales that are not finite.
 
         Args:
             name: Of the tensor.
             dtype: Of inputs and outputs, see `QuantizedMatrix`.
             order: (rows,) int64, the rows in another order, always the same one; None for their own.
-            part: The index of a matrix in a tensor (matrices, rows, cols), which is read at each call.
-
-        Raises:
-            ModelError: For scales that are not finite.
+            part: The index of a matrix in a tensor (matrices, rows, cols), which is read at each call. Whole matrices
+                are read once.
         """
         if part is not None:
             return self._read_matrix(name, dtype, order, part)
@@ -162,11 +160,7 @@ class GgufFile:
         )
 
     def dense(self, name: str, order: Tensor | None = None) -> Tensor:
-        """Returns a tensor as it is stored, or in float32 if it is stored in integers; arguments as for `matrix`.
-
-        Raises:
-            ModelError: For numbers that are not finite.
-        """
+        """Returns a tensor as it is stored, or in float32 if it is stored in integers; otherwise as `matrix`."""
         stored = self.tensors[name]
         if not stored.is_quantized:
             tensor = self._rows(name, order).view(_DENSE[stored.type_name]).view(stored.shape)
