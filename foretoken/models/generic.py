@@ -63,33 +63,27 @@ def generate_plain(model: Any, prompt: Sequence[int], max_tokens: int) -> list[i
 _PROBE = torch.tensor([[1, 2, 3]])  # three different tokens, so that a block that mixes up positions is noticed
 
 
-class Taps:
-    """Hooks on a model that store the wanted features in the current pass."""
+def place_taps(model: nn.Module, num_layers: int, wanted: Sequence[Tap]) -> None:
+    """Places hooks that store the wanted features in the current pass, and checks them.
 
-    def __init__(self, model: nn.Module, num_layers: int, wanted: Sequence[Tap]) -> None:
-        """Places and checks the hooks; raises `ModelError` if a tap does not exist, or the blocks cannot be found."""
-        blocks = find_blocks(model, num_layers)
-        for tap in wanted:
-            if tap == "final":
-                find_final_norm(model, blocks).register_forward_hook(_output_hook(tap))
-            elif tap == 0:
-                blocks[0].register_forward_pre_hook(_input_hook, with_kwargs=True)
-            elif isinstance(tap, int) and 0 < tap <= num_layers:
-                blocks[tap - 1].register_forward_hook(_output_hook(tap))
-            else:
-                raise ModelError(
-                    f"tap {tap!r} does not exist: the target has {num_layers} blocks. "
-                    f"Expected 0..{num_layers} or 'final'."
-                )
-        _prove(model, num_layers, wanted)
-
-
-def find_blocks(model: nn.Module, num_layers: int) -> list[nn.Module]:
-    """Returns the blocks in order; raises `ModelError` as `block_list`."""
-    return list(block_list(model, num_layers))
+    Raises `ModelError` if a tap does not exist, or the blocks cannot be found.
+    """
+    blocks = find_blocks(model, num_layers)
+    for tap in wanted:
+        if tap == "final":
+            find_final_norm(model, blocks).register_forward_hook(_output_hook(tap))
+        elif tap == 0:
+            blocks[0].register_forward_pre_hook(_input_hook, with_kwargs=True)
+        elif isinstance(tap, int) and 0 < tap <= num_layers:
+            blocks[tap - 1].register_forward_hook(_output_hook(tap))
+        else:
+            raise ModelError(
+                f"tap {tap!r} does not exist: the target has {num_layers} blocks. Expected 0..{num_layers} or 'final'."
+            )
+    _prove(model, num_layers, wanted)
 
 
-def block_list(model: nn.Module, num_layers: int) -> nn.ModuleList:
+def find_blocks(model: nn.Module, num_layers: int) -> nn.ModuleList:
     """Returns the only module list with L entries. Raises `ModelError` without exactly one."""
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module) == num_layers]
     outermost = [m for m in lists if not any(m in other.modules() for other in lists if other is not m)]
@@ -101,7 +95,7 @@ def block_list(model: nn.Module, num_layers: int) -> nn.ModuleList:
     return outermost[0]
 
 
-def find_final_norm(model: nn.Module, blocks: Sequence[nn.Module]) -> nn.Module:
+def find_final_norm(model: nn.Module, blocks: nn.ModuleList) -> nn.Module:
     """Returns the module between the last block and the LM head.
 
     The function runs the model: the first module outside the blocks that takes the last block's output is the norm.
@@ -181,7 +175,7 @@ class EarlyExit:
     """Hooks on the blocks of a model, with its final norm and LM head."""
 
     def __init__(self, model: LoadedModel) -> None:
-        """Places the hooks; raises `ModelError` if the blocks or the final norm cannot be found."""
+        """Raises `ModelError` if the blocks or the final norm cannot be found."""
         self._model = model
         blocks = find_blocks(model.module, model.num_layers)
         self._norm, self._lm_head = find_final_norm(model.module, blocks), target_parts(model).lm_head
@@ -223,7 +217,7 @@ class GenericDecoder:
     is_exact = False
 
     def __init__(self, model: LoadedModel, cache: SlotCache, taps: Sequence[Tap]) -> None:
-        """Places hooks for the taps; raises `ModelError` if a tap cannot be read."""
+        """Raises `ModelError` if a tap cannot be read."""
         from foretoken.models.plugin import as_transformers_cache  # imports transformers' models
 
         self._model, self._cache, self._taps = model, as_transformers_cache(cache), tuple(taps)
@@ -231,7 +225,7 @@ class GenericDecoder:
         self._weights, self._device = plain_tensors(model.module), cache.keys[0].device
         self._early_exit: EarlyExit | None = None  # created on first use
         if taps:
-            Taps(model.module, model.num_layers, taps)
+            place_taps(model.module, model.num_layers, taps)
 
     def run(self, work: Pass) -> PassOutput:
         """Computes a pass as one sequence of M tokens; our attention separates the sequences."""

@@ -64,6 +64,7 @@ if TYPE_CHECKING:
     from foretoken.files.bounded_reads import TensorHeader
     from foretoken.models.stored import StoredModel
 
+_STORED_BYTES = {"F64": 8, "F32": 4}  # of a number as safetensors name its dtype; 2 for the others
 _log = logging.getLogger(__name__)
 
 
@@ -78,7 +79,7 @@ def load_model(
 
     Args:
         name: A directory in Hugging Face layout, a hub id, or a GGUF file.
-        dtype: "auto", see `resolve_dtype` (of a GGUF file bfloat16 on accelerators), or a key of `placement.DTYPES`.
+        dtype: "auto", see `resolve_dtype` (of a GGUF file bfloat16 on accelerators), or a key of `loaded.DTYPES`.
         device: "auto" (an accelerator if there is one), or a torch device.
         rounds_inputs: Whether matrices that are stored in integers round their inputs to 8 bits, as llama.cpp's do.
             None: if there are such matrices, and kernels for them.
@@ -94,24 +95,33 @@ def load_model(
 
 
 def _loaded(
-    name: str, torch_device: torch.device, dtype: str, revision: str | None, rounds_inputs: bool | None
+    name: str, device: torch.device, wanted: str, revision: str | None, rounds_inputs: bool | None
 ) -> LoadedModel:
     if is_gguf(name):
-        return _gguf_model(name, dtype, torch_device, rounds_inputs)
+        return _gguf_model(name, wanted, device, rounds_inputs)
     check_model_files(name)
-    config, headers = load_config(name, revision), read_headers(Path(name))
-    torch_dtype = resolve_dtype(dtype, torch_device, is_stored=is_stored(config))
+    config, headers = read_config(name, revision), read_headers(Path(name))
+    dtype = resolve_dtype(wanted, device, is_stored=is_stored(config))
     check_architecture(config, name)
     check_quantization(config, name)
     check_counts(headers, config.get_text_config(), name)
-    bits = input_bits(name, rounds_inputs, is_stored=is_stored(config), dtype=torch_dtype, device=torch_device)
-    if runs_cpu_kernels(torch_device) and is_stored(config):
+    bits = input_bits(name, rounds_inputs, is_stored=is_stored(config), dtype=dtype, device=device)
+    if runs_cpu_kernels(device) and is_stored(config):
         stored = open_checkpoint(name, config, revision).with_inputs(bits)
-        return _stored_model(stored, name, torch_dtype, torch_device)
+        return _stored_model(stored, name, dtype, device)
+    return _transformers_model(name, config, headers, revision, dtype, device)
+
+
+def _transformers_model(
+    name: str, config: Any, headers: Mapping[str, TensorHeader], revision: str | None, dtype: torch.dtype | str,
+    device: torch.device,
+) -> LoadedModel:  # fmt: skip
     is_quantized = getattr(config, "quantization_config", None) is not None
     if not is_quantized:
         check_total(name, config, headers)
-        check_memory(name, _num_bytes(headers, torch_dtype), torch_device)
+        itemsize = dtype.itemsize if isinstance(dtype, torch.dtype) else None  # "auto": those of the files
+        sizes = ((prod(each.shape), _STORED_BYTES.get(each.dtype, 2)) for each in headers.values())
+        check_memory(name, sum(count * (itemsize or own) for count, own in sizes), device)
     if not sys.stderr.isatty():
         transformers.utils.logging.disable_progress_bar()
 
@@ -129,19 +139,19 @@ def _loaded(
             name,
             config=config,
             revision=revision,
-            dtype=torch_dtype,
+            dtype=dtype,
             attn_implementation="eager",  # every architecture has this one; see `_plug_in`
             trust_remote_code=False,
             use_safetensors=True,
             output_loading_info=True,
             # Libraries pack weights for the device that they are read to. Others are joined on the host and moved.
-            device_map={"": str(torch_device)} if is_quantized else None,
+            device_map={"": str(device)} if is_quantized else None,
         )
     module, info = loaded
     _check_loaded(info, config, name)
     if not is_quantized:
         check_dtypes(headers, module, name)
-    module.to(torch_device)
+    module.to(device)
     gather_weights(module)
     return _ready(module, name)
 
@@ -218,15 +228,6 @@ def _bytes_of(module: nn.Module) -> int:
     return sum(each.nbytes for each in (*module.parameters(), *module.buffers()))
 
 
-_STORED_BYTES = {"F64": 8, "F32": 4}  # of a number as safetensors name its dtype; 2 for the others
-
-
-def _num_bytes(headers: Mapping[str, TensorHeader], dtype: torch.dtype | str) -> int:
-    """Returns the bytes of weights in memory; "auto" keeps the dtypes of the files."""
-    own = dtype.itemsize if isinstance(dtype, torch.dtype) else None
-    return sum(prod(each.shape) * (own or _STORED_BYTES.get(each.dtype, 2)) for each in headers.values())
-
-
 def _check_loaded(info: Any, config: Any, name: str) -> None:
     check_keys(name, missing=info["missing_keys"], misshaped=[str(key) for key in info["mismatched_keys"]])
     check_unused(info["unexpected_keys"], config.get_text_config(), name)
@@ -246,7 +247,7 @@ def fill_model(name: str, tensors: Iterable[tuple[str, torch.Tensor]], *, device
         ModelError: If the configuration cannot be read, the architecture cannot be served, or weights are missing,
             unknown or of another shape.
     """
-    config = load_config(name)
+    config = read_config(name)
     check_architecture(config, name)
     with torch.device(device):
         module: Any = transformers.AutoModelForCausalLM.from_config(
@@ -343,9 +344,9 @@ def load_tokenizer(name: str, revision: str | None = None) -> Any | None:
         return transformers.AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=False)
 
 
-def load_config(name: str, revision: str | None = None) -> Any:
+def load_config(name: str) -> Any:
     """Returns the configuration of a model without running its code; raises `ModelError` if it cannot be read."""
-    return open_gguf(Path(name)).config if is_gguf(name) else read_config(name, revision)
+    return open_gguf(Path(name)).config if is_gguf(name) else read_config(name)
 
 
 def load_generation_values(name: str) -> dict[str, Any]:

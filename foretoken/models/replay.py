@@ -20,7 +20,7 @@ from torch.nn import functional
 from foretoken.decoder.quantized import QuantizedLinear, round_rows, rounded_inputs
 from foretoken.models.borrowed import copies_of_empty_parts
 from foretoken.models.forward_pass import ATTENTION_NAME
-from foretoken.models.generic import block_list, first_output, own_attention
+from foretoken.models.generic import find_blocks, first_output, own_attention
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -65,7 +65,7 @@ def replay(
     Raises:
         ModelError: If the blocks cannot be found.
     """
-    blocks = block_list(model.module, model.num_layers)
+    blocks = find_blocks(model.module, model.num_layers)
     rotations: list[nn.Module] = []
     rest: list[Any] = []
     stages = [

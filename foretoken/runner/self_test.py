@@ -28,7 +28,7 @@ from foretoken.core.passes import Pass
 from foretoken.core.token_tree import TokenTree, TreeRow
 from foretoken.decoder.quantized import QuantizedLinear
 from foretoken.models.forward_pass import current_pass
-from foretoken.models.generic import block_list, first_output, run_plain
+from foretoken.models.generic import find_blocks, first_output, run_plain
 from foretoken.models.lean_weights import read_weights
 from foretoken.models.replay import WIDE, replay
 from foretoken.models.weight_files import num_weights
@@ -230,7 +230,7 @@ class _Test:
         states: list[Tensor] = []
         handles = [self._model.module.register_forward_hook(self._keep_windows)]
         try:
-            blocks = list(block_list(self._model.module, self._model.num_layers))
+            blocks = list(find_blocks(self._model.module, self._model.num_layers))
         except ModelError:
             blocks = []
         for block in blocks:
@@ -355,7 +355,7 @@ def _keep_input(states: list[Tensor]) -> Callable[[Any, Any, Any], None]:
 
 def sampled_blocks(model: LoadedModel) -> list[int]:
     """Returns the blocks that are tested, ascending: the first of every kind, and evenly more while they are small."""
-    blocks = block_list(model.module, model.num_layers)
+    blocks = find_blocks(model.module, model.num_layers)
     values = model.config.to_dict().values()
     by_layer = [each for each in values if isinstance(each, (list, tuple)) and len(each) == len(blocks)]
     kinds: dict[tuple[str, ...], int] = {}

@@ -20,7 +20,7 @@ from torch import Tensor
 from foretoken.core.passes import Pass
 from foretoken.files.atomic_files import new_file
 from foretoken.models.forward_pass import ForwardPass, running
-from foretoken.models.generic import Taps, own_attention
+from foretoken.models.generic import own_attention, place_taps
 from foretoken.runner.runner import Runner
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ class Teacher:
         self._model, self._taps = model, taps
         self._runner: Runner | None = None  # of a target in integers, for the largest batch so far
         if tuple(taps) != ("final",):
-            Taps(model.module, model.num_layers, taps)
+            place_taps(model.module, model.num_layers, taps)
 
     def read_features(self, tokens: Tensor) -> Tensor:
         """Returns the features that a head reads and learns from, for (B, S) int64 tokens.
