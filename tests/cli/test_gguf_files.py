@@ -26,7 +26,7 @@ def content(tmp_path_factory: pytest.TempPathFactory) -> bytes:
     path = tmp_path_factory.mktemp("gguf") / "whole.gguf"
     model = AutoModelForCausalLM.from_pretrained(TINYCODE, dtype=torch.float32)
     extra = [lambda writer: writer.add_chat_template("{{ messages[0].content }}"), lambda writer: writer.add_name("T")]
-    write(path, model, matrices=Type.Q8_0, tied=True, tokenizer=True, values=extra)
+    write(path, model, matrices=Type.Q8_0, tied=True, tokenizer=True, adds=extra)
     return path.read_bytes()
 
 

@@ -51,7 +51,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[int], in
     at = next(at for at in range(6, len(ids)) if ids[at] not in ids[:at])
     write(
         folder / "ends.gguf", model, matrices=Type.Q8_0, tied=True, tokenizer=True,
-        values=[renamed(ids[at], "<|im_end|>")],
+        adds=[renamed(ids[at], "<|im_end|>")],
     )  # fmt: skip
     return folder / "ends.gguf", ids, at
 

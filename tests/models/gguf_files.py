@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -30,13 +30,25 @@ _SIZES = {
     "layer_norm_eps": gguf.GGUFWriter.add_layer_norm_eps,
 }
 _PERMUTED = ("llama", "granite", "smollm3")  # rows that turn together are neighbours
+# llama.cpp's names of the architectures that transformers calls something else.
+_ARCHITECTURES = {
+    "mixtral": "llama", "qwen3_moe": "qwen3moe", "gemma3_text": "gemma3", "cohere": "command-r", "olmo3": "olmo2",
+    "gpt_oss": "gpt-oss",
+}  # fmt: skip
+Add = Callable[[gguf.GGUFWriter], None]
 
 
-def tiny_file(path: Path, *extra: Callable[[gguf.GGUFWriter], None], context: int = CONTEXT_LEN, **kwargs: Any) -> Path:
+def tiny_file(path: Path, *adds: Add, context: int = CONTEXT_LEN, **kwargs: Any) -> Path:
     """Writes a tiny Llama."""
     sizes = SMALL | {"num_hidden_layers": 1, "max_position_embeddings": context}
-    write(path, tiny_model("llama", **sizes), **{"matrices": Type.Q4_0, "tied": True, "values": extra} | kwargs)
+    write(path, tiny_model("llama", **sizes), **{"matrices": Type.Q4_0, "tied": True, "adds": adds} | kwargs)
     return path
+
+
+def written(path: Path, model: Any, **options: Any) -> Any:
+    """Writes a model as `write`; returns it with the weights that the file stands for."""
+    model.load_state_dict(write(path, model, **options))
+    return model
 
 
 def blocks(weights: np.ndarray, type_: Type, seed: int = 0) -> np.ndarray:
@@ -87,10 +99,10 @@ def write(
     model: Any,
     *,
     matrices: Type | Callable[[str], Type],
-    architecture: str = "llama",
     tied: bool = False,
     tokenizer: bool = False,
-    values: Iterable[Callable[[gguf.GGUFWriter], None]] = (),
+    values: Mapping[str, Any] | None = None,
+    adds: Iterable[Add] = (),
     leave_out: Iterable[str] = (),
     tensors: dict[str, np.ndarray] | None = None,
     joined: dict[str, tuple[str, ...]] | None = None,
@@ -101,13 +113,16 @@ def write(
     Args:
         matrices: The type of all matrices, or of each by its name in transformers.
         tied: Leaves the LM head out.
-        values: Add more to the header.
+        values: More of the header by its keys, the architecture's without its name; None leaves one out.
+        adds: Add more to the header.
         leave_out: Tensors of the file that are not written.
         tensors: More of them, in float32.
         joined: Tensors of a block that are written as one, row below row, by its name.
         split: Most tensors of a part; 0 for a single file.
     """
-    writer, config = gguf.GGUFWriter(path, architecture, split_max_tensors=split), model.config
+    config = model.config
+    architecture = _ARCHITECTURES.get(config.model_type, config.model_type)
+    writer = gguf.GGUFWriter(path, architecture, split_max_tensors=split)
     for field, add in _SIZES.items():
         if (value := getattr(config, field, None)) is not None:
             add(writer, value)
@@ -119,7 +134,10 @@ def write(
     writer.add_rope_freq_base(rope["rope_theta"])
     if tokenizer:
         add_tokenizer(writer)
-    for add in values:
+    for key, value in (values or {}).items():
+        is_whole = key.startswith(("general.", "split.", "tokenizer."))
+        _replace(writer, key if is_whole else f"{architecture}.{key}", value)
+    for add in adds:
         add(writer)
     stands_for: dict[str, torch.Tensor] = {}
     made: dict[str, tuple[np.ndarray, Type]] = {}
@@ -147,11 +165,23 @@ def write(
         writer.add_tensor(name, stored, raw_dtype=type_)
     for name, tensor in (tensors or {}).items():
         writer.add_tensor(name, tensor)
+    _finish(writer)
+    return stands_for
+
+
+def _replace(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
+    """Adds a value of the type that fits best, in place of one with the same key; None adds none."""
+    writer.kv_data[0].pop(key, None)
+    add = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, list: writer.add_array}
+    if value is not None:
+        add.get(type(value), writer.add_string)(key, value)
+
+
+def _finish(writer: gguf.GGUFWriter) -> None:
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    return stands_for
 
 
 def _join(made: dict[str, tuple[np.ndarray, Type]], joined: dict[str, tuple[str, ...]]) -> None:
@@ -234,15 +264,12 @@ def add_tokenizer(writer: gguf.GGUFWriter, split: str = "gpt-2") -> None:
         add(0)
 
 
-def write_header(path: Path, *adds: Callable[[gguf.GGUFWriter], None], architecture: str = "llama") -> Path:
+def write_header(path: Path, *adds: Add, architecture: str = "llama") -> Path:
     """Writes a file without tensors: enough for a tokenizer."""
     writer = gguf.GGUFWriter(path, architecture)
     for add in adds:
         add(writer)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    _finish(writer)
     return path
 
 

@@ -7,7 +7,6 @@ import os
 import random
 import struct
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType as Type
 from gguf import GGUFWriter
-from gguf_files import SMALL, TINYCODE, add_tokenizer, tiny_file, write
+from gguf_files import SMALL, TINYCODE, add_tokenizer, tiny_file, write, write_header, written
 from limits import limit_memory
 from tiny_models import tiny_config, tiny_model
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
@@ -40,24 +39,21 @@ CHANGES: dict[str, dict[str, Any]] = {
     "gemma2": _GEMMA | {"attn_logit_softcapping": 20.0},
     "gemma3": _GEMMA | {"rope_parameters": None},
 }
-HEADERS: dict[str, list[Callable[[GGUFWriter], None]]] = {
-    "phi3": [lambda writer: writer.add_sliding_window(6)],
-    "starcoder2": [lambda writer: writer.add_sliding_window(6)],
-    "gemma2": [
-        lambda writer: writer.add_sliding_window(6),
-        lambda writer: writer.add_attn_logit_softcapping(20.0),
-        lambda writer: writer.add_final_logit_softcapping(200.0),
-    ],
-    "gemma3": [
-        lambda writer: writer.add_sliding_window(6),
-        lambda writer: writer.add_final_logit_softcapping(200.0),
-        lambda writer: writer.add_array("gemma3.attention.sliding_window_pattern", [True, False, True]),
-    ],
-}
+VALUES: dict[str, dict[str, Any]] = {
+    "phi3": {"attention.sliding_window": 6},
+    "starcoder2": {"attention.sliding_window": 6},
+    "gemma2": {
+        "attention.sliding_window": 6, "attn_logit_softcapping": 20.0, "final_logit_softcapping": 200.0,
+    },
+    "gemma3": {
+        "attention.sliding_window": 6, "final_logit_softcapping": 200.0,
+        "attention.sliding_window_pattern": [True, False, True],
+    },
+}  # fmt: skip
 _UNSAID = ("architectures", "dtype", "_name_or_path", "initializer_range", "bos_token_id", "eos_token_id")
 
 
-def same_logits(path: Path, reference: Any, share: float) -> None:
+def same_logits(path: Path, reference: Any, share: float = 1e-5) -> None:
     module, info = build(open_gguf(path), str(path), torch.float32)
     assert not info["missing_keys"]
     assert not info["unexpected_keys"]
@@ -80,8 +76,7 @@ def told(config: Any) -> dict[str, Any]:
         *(Type.Q2_K, Type.Q3_K, Type.IQ4_XS, Type.MXFP4, Type.IQ3_S, Type.IQ2_XXS),
     ],
 )
-def test_matrices_and_the_embedding_are_what_the_file_says(tmp_path: Path, type_: Type) -> None:
-    path = tmp_path / "model.gguf"
+def test_matrices_and_the_embedding_are_what_the_file_says(path: Path, type_: Type) -> None:
     weights = write(path, tiny_model("llama", **WIDE), matrices=type_, tied=True)
     stored = open_gguf(path)
     assert stored.label == f"GGUF, {type_.name}"
@@ -100,8 +95,7 @@ def test_matrices_and_the_embedding_are_what_the_file_says(tmp_path: Path, type_
 
 
 @pytest.mark.parametrize("type_", [Type.F32, Type.F16, Type.BF16])
-def test_matrices_that_are_no_integers_stay_as_they_are(tmp_path: Path, type_: Type) -> None:
-    path = tmp_path / "model.gguf"
+def test_matrices_that_are_no_integers_stay_as_they_are(path: Path, type_: Type) -> None:
     weights = write(path, tiny_model("llama", **SMALL), matrices=type_)
     stored = open_gguf(path)
     assert (stored.label, stored.linears, stored.embedding) == ("GGUF, not quantized", frozenset(), None)
@@ -113,17 +107,15 @@ def test_matrices_that_are_no_integers_stay_as_they_are(tmp_path: Path, type_: T
 
 @pytest.mark.parametrize("architecture", CHANGES)
 @pytest.mark.parametrize("type_", [Type.Q4_0, Type.BF16])
-def test_whole_models_are_those_of_their_weights(tmp_path: Path, architecture: str, type_: Type) -> None:
-    changes, path = CHANGES[architecture], tmp_path / "model.gguf"
-    model, is_tied = tiny_model(architecture, **changes), architecture == "llama_tied"
-    name = architecture.removesuffix("_tied")
-    weights = write(path, model, matrices=type_, architecture=name, tied=is_tied, values=HEADERS.get(architecture, ()))
+def test_whole_models_are_those_of_their_weights(path: Path, architecture: str, type_: Type) -> None:
+    is_tied, values = architecture == "llama_tied", VALUES.get(architecture)
+    model = tiny_model(architecture, **CHANGES[architecture])
+    written(path, model, matrices=type_, tied=is_tied, values=values)
     config = open_gguf(path).config
     assert config.tie_word_embeddings == (is_tied and type_ == Type.BF16)
     config.tie_word_embeddings = is_tied
     assert told(config) == told(model.config)
-    model.load_state_dict(weights)
-    same_logits(path, model, 1e-5)
+    same_logits(path, model)
 
 
 def mixed(key: str) -> Type:
@@ -140,56 +132,49 @@ def mixed(key: str) -> Type:
         ("qwen3", WIDE | {"head_dim": 128}, False),  # the only size that transformers' reader knows
     ],
 )
-def test_transformers_reads_the_same_model(tmp_path: Path, architecture: str, changes: Any, tied: bool) -> None:
-    path = tmp_path / "model.gguf"
-    model = tiny_model(architecture, **changes)
-    write(path, model, matrices=mixed, architecture=architecture, tied=tied)
-    same_logits(path, AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file=path.name, dtype=torch.float32), 1e-4)
+def test_transformers_reads_the_same_model(path: Path, architecture: str, changes: Any, tied: bool) -> None:
+    write(path, tiny_model(architecture, **changes), matrices=mixed, tied=tied)
+    same_logits(path, AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32), 1e-4)
     assert open_gguf(path).label == "GGUF, Q4_K and Q6_K"
 
 
+LLAMA3 = {
+    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}  # fmt: skip
+
+
+def llama3_factors(changes: dict[str, Any]) -> dict[str, np.ndarray]:
+    """The tensor of factors of positions that stands for `LLAMA3`."""
+    plain, scaled = (tiny_model("llama", **changes, rope_parameters=each | {"rope_theta": 10000.0}).model.rotary_emb
+                     for each in ({"rope_type": "default"}, LLAMA3))  # fmt: skip
+    factors = plain.inv_freq / scaled.inv_freq
+    assert (factors.min(), factors.max()) == (1, 8)
+    return {"rope_freqs.weight": factors.numpy()}
+
+
 @pytest.mark.parametrize(
-    ("rope", "values", "tensors"),
+    ("rope", "values"),
     [
-        ({"rope_type": "linear", "factor": 4.0}, {"scaling.factor": 4.0}, {}),
+        ({"rope_type": "linear", "factor": 4.0}, {"factor": 4.0, "type": "linear"}),
         (
             {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 24},
-            {"scaling.factor": 4.0, "scaling.original_context_length": 24},
-            {},
+            {"factor": 4.0, "original_context_length": 24, "type": "yarn"},
         ),
-        (
-            {
-                "rope_type": "llama3",
-                "factor": 8.0,
-                "low_freq_factor": 1.0,
-                "high_freq_factor": 4.0,
-                "original_max_position_embeddings": 8192,
-            },
-            {},
-            {"rope_freqs.weight": True},
-        ),
+        (LLAMA3, {}),
     ],
     ids=["linear", "yarn", "llama3"],
 )
-def test_scaled_positions(tmp_path: Path, rope: Any, values: Any, tensors: Any) -> None:
-    path = tmp_path / "model.gguf"
+def test_scaled_positions(path: Path, rope: Any, values: Any) -> None:
     model = tiny_model("llama", **SMALL, rope_parameters=rope | {"rope_theta": 10000.0})
-    plain = tiny_model("llama", **SMALL)
-    if tensors:
-        factors = plain.model.rotary_emb.inv_freq / model.model.rotary_emb.inv_freq
-        assert factors.min() == 1
-        assert factors.max() == 8
-        tensors = {"rope_freqs.weight": factors.numpy()}
-    adds = [partial(add_value, f"llama.rope.{key}", value) for key, value in values.items()]
-    if values:
-        adds.append(lambda writer: writer.add_string("llama.rope.scaling.type", rope["rope_type"]))
-    weights = write(path, model, matrices=Type.Q8_0, values=adds, tensors=tensors)
-    model.load_state_dict(weights)
+    values = {f"rope.scaling.{key}": value for key, value in values.items()}
+    written(path, model, matrices=Type.Q8_0, values=values, tensors={} if values else llama3_factors(SMALL))
     assert told(open_gguf(path).config) == told(model.config)
-    same_logits(path, model, 1e-5)
-    plain.load_state_dict(weights)
+    same_logits(path, model)
+    plain = tiny_model("llama", **SMALL)
+    plain.load_state_dict(model.state_dict())
     with pytest.raises(AssertionError):
-        same_logits(path, plain, 1e-5)
+        same_logits(path, plain)
 
 
 @pytest.mark.parametrize(
@@ -205,47 +190,35 @@ def test_scaled_positions(tmp_path: Path, rope: Any, values: Any, tensors: Any) 
         ),
     ],
 )
-def test_what_a_file_leaves_out_of_its_rope_is_as_in_llama_cpp(tmp_path: Path, values: Any, rope: Any) -> None:
-    adds = [partial(add_value, f"llama.rope.{key}", value) for key, value in values.items()]
-    config = open_gguf(tiny_file(tmp_path / "model.gguf", *adds)).config
+def test_what_a_file_leaves_out_of_its_rope_is_as_in_llama_cpp(path: Path, values: Any, rope: Any) -> None:
+    config = open_gguf(tiny_file(path, values={f"rope.{key}": value for key, value in values.items()})).config
     assert config.max_position_embeddings == 96
     assert config.rope_parameters == rope | {"rope_theta": config.rope_parameters["rope_theta"]}
 
 
-def add_value(key: str, value: Any, writer: GGUFWriter) -> None:
-    """Adds a value of the type that fits best."""
-    add = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, list: writer.add_array}
-    add.get(type(value), writer.add_string)(key, value)
-
-
-def test_large_gemma_has_another_scale_of_scores(tmp_path: Path) -> None:
-    path = tmp_path / "model.gguf"
+def test_large_gemma_has_another_scale_of_scores(path: Path) -> None:
     model = tiny_model("gemma2", **_GEMMA | {"hidden_size": 64, "num_hidden_layers": 46, "layer_types": None})
-    write(path, model, matrices=Type.Q4_0, architecture="gemma2", values=HEADERS["gemma2"], tied=True)
+    write(path, model, matrices=Type.Q4_0, values=VALUES["gemma2"], tied=True)
     config = open_gguf(path).config
     assert config.query_pre_attn_scalar == 64 // 4
     assert config.layer_types == ["sliding_attention", "full_attention"] * 23
     assert config.sliding_window == 6
 
 
-def test_a_window_of_0_is_none(tmp_path: Path) -> None:
-    path = tmp_path / "model.gguf"
-    model = tiny_model("phi3", **SMALL, sliding_window=None)
-    header = [lambda writer: writer.add_sliding_window(0)]  # as of Phi-4
-    model.load_state_dict(write(path, model, matrices=Type.Q8_0, architecture="phi3", values=header))
+def test_a_window_of_0_is_none(path: Path) -> None:
+    """As of Phi-4."""
+    values = {"attention.sliding_window": 0}
+    model = written(path, tiny_model("phi3", **SMALL, sliding_window=None), matrices=Type.Q8_0, values=values)
     assert open_gguf(path).config.sliding_window is None
-    same_logits(path, model, 1e-5)
+    same_logits(path, model)
 
 
 @pytest.fixture(scope="module")
 def tinycode(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("gguf") / "model.gguf"
     model = AutoModelForCausalLM.from_pretrained(TINYCODE, dtype=torch.float32)
-    extra = [
-        lambda writer: writer.add_chat_template("{{ messages[0].content }}"),
-        lambda writer: writer.add_eot_token_id(7),
-    ]
-    write(path, model, matrices=Type.Q8_0, tied=True, tokenizer=True, values=extra)
+    values = {"tokenizer.chat_template": "{{ messages[0].content }}", "tokenizer.ggml.eot_token_id": 7}
+    write(path, model, matrices=Type.Q8_0, tied=True, tokenizer=True, values=values)
     return path
 
 
@@ -272,19 +245,19 @@ def with_tokens(writer: GGUFWriter) -> None:
     writer.add_add_bos_token(True)
 
 
-def test_tokenizer_is_the_one_that_transformers_reads(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    path = tiny_file(tmp_path / "model.gguf", with_tokens)
+def test_tokenizer_is_the_one_that_transformers_reads(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    tiny_file(path, with_tokens)
     with caplog.at_level(logging.WARNING):
         tokenizer = gguf_tokenizer(path)
     assert not caplog.text
-    expected = AutoTokenizer.from_pretrained(tmp_path, gguf_file=path.name)
+    expected = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
     for text in ("def add(a, b):\n    return a + b  # 12345\n", "", "Déjà vu"):
         assert tokenizer.encode(text) == expected.encode(text)
         assert tokenizer.encode(text)[0] == 0
 
 
-def test_a_file_without_a_tokenizer_has_none(tmp_path: Path) -> None:
-    assert gguf_tokenizer(tiny_file(tmp_path / "model.gguf")) is None
+def test_a_file_without_a_tokenizer_has_none(path: Path) -> None:
+    assert gguf_tokenizer(tiny_file(path)) is None
 
 
 def refusal(path: Path, opened: Callable[[Path], Any] = open_gguf) -> str:
@@ -300,43 +273,27 @@ def refusal(path: Path, opened: Callable[[Path], Any] = open_gguf) -> str:
 @pytest.mark.parametrize(
     ("key", "value", "part"),
     [
-        ("llama.expert_count", 8, "lacks llama.expert_used_count"),
-        ("llama.attention.scale", 0.5, "has llama.attention.scale, which may change the model"),
-        ("llama.attention.sliding_window", 64, "has llama.attention.sliding_window, which may change the model"),
-        (
-            "llama.rope.scaling.type",
-            "longrope",
-            "scales positions by 'longrope'. Expected rope_factors_short.weight and",
-        ),
-        ("llama.rope.scaling.type", "ntk", "scales positions by 'ntk'. Expected none, linear, yarn or longrope."),
-        ("llama.rope.scaling.attn_factor", 1.5, "has a factor of attention without the scaling of positions"),
-        ("llama.rope.freq_base_swa", 500.0, "rotates by another base in layers with a window"),
-        ("llama.rope.scaling.type", "linear", "lacks llama.rope.scaling.factor."),
+        ("expert_count", 8, "lacks llama.expert_used_count"),
+        ("attention.scale", 0.5, "has llama.attention.scale, which may change the model"),
+        ("attention.sliding_window", 64, "has llama.attention.sliding_window, which may change the model"),
+        ("rope.scaling.type", "longrope", "scales positions by 'longrope'. Expected rope_factors_short.weight and"),
+        ("rope.scaling.type", "ntk", "scales positions by 'ntk'. Expected none, linear, yarn or longrope."),
+        ("rope.scaling.attn_factor", 1.5, "has a factor of attention without the scaling of positions"),
+        ("rope.freq_base_swa", 500.0, "rotates by another base in layers with a window"),
+        ("rope.scaling.type", "linear", "lacks llama.rope.scaling.factor."),
         ("tokenizer.ggml.eos_token_id", "x", "tokenizer.ggml.eos_token_id is 'x', and no token id"),
         ("split.count", 3, "is a part of a model in 3 files. Expected the first one with its own name"),
         ("general.alignment", 3, "general.alignment is 3, not a power of 2"),
+        ("attention.head_count_kv", [2, 1], "has [2, 1] as llama.attention.head_count_kv"),
     ],
 )
-def test_settings_that_are_refused(tmp_path: Path, key: str, value: Any, part: str) -> None:
-    assert part in refusal(tiny_file(tmp_path / "model.gguf", partial(add_value, key, value)))
-
-
-def test_layers_that_differ_are_refused(tmp_path: Path) -> None:
-    def add(writer: GGUFWriter) -> None:
-        writer.kv_data[0].pop("llama.attention.head_count_kv")
-        writer.add_array("llama.attention.head_count_kv", [2, 1])
-
-    assert "has [2, 1] as llama.attention.head_count_kv" in refusal(tiny_file(tmp_path / "model.gguf", add))
+def test_settings_that_are_refused(path: Path, key: str, value: Any, part: str) -> None:
+    assert part in refusal(tiny_file(path, values={key: value}))
 
 
 @pytest.mark.parametrize("name", ["qwen2moe", "bert", "clip"])
-def test_architectures_that_are_refused(tmp_path: Path, name: str) -> None:
-    writer = GGUFWriter(tmp_path / "model.gguf", name)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    message = refusal(tmp_path / "model.gguf")
+def test_architectures_that_are_refused(path: Path, name: str) -> None:
+    message = refusal(write_header(path, architecture=name))
     assert f"holds a model of the architecture '{name}'. Expected one of llama, qwen2," in message
 
 
@@ -357,25 +314,33 @@ def test_a_split_model_is_that_of_one_file(tmp_path: Path) -> None:
     assert f"there is no {third.name} beside it. Expected all parts in one directory." in refusal(first)
 
 
-def test_missing_and_foreign_tensors_are_named(tmp_path: Path) -> None:
-    path = tiny_file(tmp_path / "model.gguf", leave_out=["blk.0.ffn_up.weight", "output_norm.weight"])
-    assert "do not fit its settings: model.layers.0.mlp.up_proj.weight is missing, model.norm" in refusal(path)
-    path = tiny_file(tmp_path / "model.gguf", tensors={"blk.0.ffn_gate_inp.weight": np.ones((2, 64), np.float32)})
-    assert "has tensors that its architecture lacks: blk.0.ffn_gate_inp.weight." in refusal(path)
-    path = tiny_file(tmp_path / "model.gguf", tensors={"rope_freqs.weight": np.full(8, 3, np.float32)})
-    assert "has factors of positions in rope_freqs.weight that no formula gives" in refusal(path)
-
-
-def entry(data: bytes, name: str) -> int:
-    """Where a name in the header ends."""
-    start = data.index(struct.pack("<Q", len(name)) + name.encode())
-    return start + 8 + len(name)
+@pytest.mark.parametrize(
+    ("options", "part"),
+    [
+        (
+            {"leave_out": ["blk.0.ffn_up.weight", "output_norm.weight"]},
+            "do not fit its settings: model.layers.0.mlp.up_proj.weight is missing, model.norm",
+        ),
+        (
+            {"tensors": {"blk.0.ffn_gate_inp.weight": np.ones((2, 64), np.float32)}},
+            "has tensors that its architecture lacks: blk.0.ffn_gate_inp.weight.",
+        ),
+        (
+            {"tensors": {"rope_freqs.weight": np.full(8, 3, np.float32)}},
+            "has factors of positions in rope_freqs.weight that no formula gives",
+        ),
+    ],
+)
+def test_missing_and_foreign_tensors_are_named(path: Path, options: dict[str, Any], part: str) -> None:
+    assert part in refusal(tiny_file(path, **options))
 
 
 def change(path: Path, name: str, at: int, form: str, value: Any) -> Path:
     """Overwrites bytes behind a name in the header."""
     data = bytearray(path.read_bytes())
-    struct.pack_into(f"<{form}", data, entry(data, name) + at, value)
+    length = struct.pack("<Q", len(name))
+    end = data.index(length + name.encode()) + 8 + len(name)
+    struct.pack_into(f"<{form}", data, end + at, value)
     path.write_bytes(data)
     return path
 
@@ -388,13 +353,7 @@ def change(path: Path, name: str, at: int, form: str, value: Any) -> Path:
         ("blk.0.ffn_up.weight", 20, "I", 41, "is stored as Q1_0. Expected"),
         ("blk.0.ffn_up.weight", 20, "I", 42, "is stored as Q2_0. Expected"),
         ("blk.0.ffn_up.weight", 20, "I", 999, "is stored as type 999. Expected"),
-        (
-            "blk.0.ffn_up.weight",
-            20,
-            "I",
-            Type.Q4_K,
-            "is [96, 64] in Q4_K. Expected a matrix with rows of a multiple of",
-        ),
+        ("blk.0.ffn_up.weight", 20, "I", Type.Q4_K, "is [96, 64] in Q4_K. Expected a matrix with rows of a multiple"),
         ("blk.0.attn_norm.weight", 12, "I", Type.Q4_0, "is [64] in Q4_0. Expected a matrix"),
         ("blk.0.ffn_up.weight", 4, "Q", 32, "blk.0.ffn_up.weight is [96, 32] instead of [96, 64]"),
         ("blk.0.ffn_up.weight", 4, "Q", 0, "is [96, 0] in Q4_0"),
@@ -415,8 +374,8 @@ def change(path: Path, name: str, at: int, form: str, value: Any) -> Path:
         ("general.architecture", 4, "Q", 1 << 40, "its header speaks of 1099511627776 bytes of a text"),
     ],
 )
-def test_damaged_entries(tmp_path: Path, name: str, at: int, form: str, value: Any, part: str) -> None:
-    path = tiny_file(tmp_path / "model.gguf")
+def test_damaged_entries(path: Path, name: str, at: int, form: str, value: Any, part: str) -> None:
+    tiny_file(path)
     with limit_memory(1 << 28):
         assert part in refusal(change(path, name, at, form, value))
 
@@ -439,34 +398,29 @@ def test_damaged_entries(tmp_path: Path, name: str, at: int, form: str, value: A
         (b"GGUF" + struct.pack("<IQQ", 3, 0, 2) + struct.pack("<Q2sIB", 2, b"ab", 0, 1) * 2, "'ab' is there twice"),
     ],
 )
-def test_damaged_beginnings(tmp_path: Path, start: bytes, part: str) -> None:
-    path = tmp_path / "model.gguf"
+def test_damaged_beginnings(path: Path, start: bytes, part: str) -> None:
     path.write_bytes(start)
     with limit_memory(1 << 28):
         assert part in refusal(path)
         assert "model.gguf" in refusal(path, gguf_tokenizer) if "None" not in part else gguf_tokenizer(path) is None
 
 
-def test_the_embedding_says_how_many_tokens_there_are(tmp_path: Path) -> None:
-    path = change(tiny_file(tmp_path / "model.gguf"), "llama.vocab_size", 4, "I", 5)
-    assert open_gguf(path).config.vocab_size == tiny_config("llama").vocab_size
+def test_the_embedding_says_how_many_tokens_there_are(path: Path) -> None:
+    assert open_gguf(tiny_file(path, values={"vocab_size": 5})).config.vocab_size == tiny_config("llama").vocab_size
 
 
 @pytest.mark.parametrize(
-    ("architecture", "field", "key"),
+    ("architecture", "key"),
     [
-        ("llama", "rms_norm_eps", "llama.attention.layer_norm_rms_epsilon"),
-        ("gemma2", "rms_norm_eps", "gemma2.attention.layer_norm_rms_epsilon"),
-        ("starcoder2", "norm_epsilon", "starcoder2.attention.layer_norm_epsilon"),
-        ("llama", "max_position_embeddings", "llama.context_length"),
+        ("llama", "attention.layer_norm_rms_epsilon"), ("gemma2", "attention.layer_norm_rms_epsilon"),
+        ("starcoder2", "attention.layer_norm_epsilon"), ("llama", "context_length"),
     ],
-)
-def test_a_missing_setting_is_named(architecture: str, field: str, key: str, tmp_path: Path) -> None:
+)  # fmt: skip
+def test_a_missing_setting_is_named(architecture: str, key: str, path: Path) -> None:
     """llama.cpp refuses such files too; transformers would take a value of its own."""
-    model, path = tiny_model(architecture, **CHANGES[architecture]), tmp_path / "model.gguf"
-    vars(model.config)[field] = None  # transformers checks assignments
-    write(path, model, matrices=Type.F32, architecture=architecture, values=HEADERS.get(architecture, ()))
-    assert f"lacks {key}. Expected every setting of its architecture." in refusal(path)
+    model = tiny_model(architecture, **CHANGES[architecture])
+    write(path, model, matrices=Type.F32, values=VALUES.get(architecture, {}) | {key: None})
+    assert f"lacks {architecture}.{key}. Expected every setting of its architecture." in refusal(path)
 
 
 def cut(path: Path) -> None:
@@ -480,8 +434,8 @@ def replaced(path: Path) -> None:
 
 
 @pytest.mark.parametrize("change", [cut, replaced])
-def test_a_file_that_changes_while_it_is_read_is_one_sentence(change: Callable[[Path], None], tmp_path: Path) -> None:
-    path = tiny_file(tmp_path / "model.gguf", tiny_tokens)
+def test_a_file_that_changes_while_it_is_read_is_one_sentence(change: Callable[[Path], None], path: Path) -> None:
+    tiny_file(path, tiny_tokens)
     stored = open_gguf(path)
     change(path)
     for read in (
@@ -495,8 +449,8 @@ def test_a_file_that_changes_while_it_is_read_is_one_sentence(change: Callable[[
 
 
 @pytest.mark.parametrize("num_bytes", [100 << 20, 300 << 20], ids=["KV rows", "rotary tables"])
-def test_a_context_that_memory_does_not_hold_is_one_sentence(num_bytes: int, tmp_path: Path) -> None:
-    path = tiny_file(tmp_path / "model.gguf", context=1 << 20)
+def test_a_context_that_memory_does_not_hold_is_one_sentence(num_bytes: int, path: Path) -> None:
+    tiny_file(path, context=1 << 20)
     LLM(str(path), dtype="float32", max_num_seqs=1, max_model_len=64)
     with limit_memory(num_bytes), pytest.raises(ModelError) as caught:
         LLM(str(path), dtype="float32", max_num_seqs=1)
@@ -506,10 +460,8 @@ def test_a_context_that_memory_does_not_hold_is_one_sentence(num_bytes: int, tmp
     )
 
 
-def test_no_file_stays_open_or_mapped_after_loading(tmp_path: Path) -> None:
-    path = tiny_file(tmp_path / "model.gguf", tiny_tokens)
-    stored = open_gguf(path)
-    module, _ = build(stored, str(path), torch.float32)
+def test_no_file_stays_open_or_mapped_after_loading(path: Path) -> None:
+    module, _ = build(open_gguf(tiny_file(path, tiny_tokens)), str(path), torch.float32)
     assert str(path) not in Path("/proc/self/maps").read_text()
     assert path not in [each.resolve() for each in Path("/proc/self/fd").iterdir()]
     path.write_bytes(b"")
@@ -517,16 +469,14 @@ def test_no_file_stays_open_or_mapped_after_loading(tmp_path: Path) -> None:
         assert module(torch.arange(12)[None]).logits.isfinite().all()
 
 
-def test_files_that_are_not_there(tmp_path: Path) -> None:
-    path = tmp_path / "model.gguf"
+def test_files_that_are_not_there(path: Path) -> None:
     assert refusal(path) == f"there is no file '{path}'. Expected a GGUF file. Check the path."
-    assert "is a directory. Expected a regular file" in refusal(tmp_path)
+    assert "is a directory. Expected a regular file" in refusal(path.parent)
 
 
 @pytest.mark.parametrize("name", ["token_embd.weight", "blk.0.ffn_up.weight", "blk.0.attn_norm.weight"])
-def test_scales_that_are_not_finite(tmp_path: Path, name: str) -> None:
-    path = tiny_file(tmp_path / "model.gguf")
-    tensor = next(each for each in gguf.GGUFReader(path).tensors if each.name == name)
+def test_scales_that_are_not_finite(path: Path, name: str) -> None:
+    tensor = next(each for each in gguf.GGUFReader(tiny_file(path)).tensors if each.name == name)
     data = bytearray(path.read_bytes())
     wrong = np.array([np.nan], np.float32 if "norm" in name else np.float16).tobytes()
     data[tensor.data_offset : tensor.data_offset + len(wrong)] = wrong

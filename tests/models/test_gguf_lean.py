@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Callable
-from dataclasses import fields, is_dataclass
+from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +12,8 @@ import numpy as np
 import pytest
 import torch
 from gguf import GGMLQuantizationType as Type
-from gguf import GGUFWriter
 from gguf_files import SMALL, tiny_file, write
+from test_gguf import llama3_factors
 from tiny_models import tiny_model
 
 from foretoken.core.errors import ModelError
@@ -25,49 +24,35 @@ from foretoken.models.stored.gguf_config import read_settings
 from foretoken.models.stored.gguf_file import read_gguf
 
 _GEMMA = SMALL | {"head_dim": 32, "query_pre_attn_scalar": 32, "rope_parameters": None}
-Add = Callable[[GGUFWriter], None]
 
 
 def mixed(key: str) -> Type:
     return Type.Q8_0 if "v_proj" in key or "embed" in key else Type.Q4_0
 
 
-def value(key: str, number: float) -> Add:
-    return lambda writer: writer.add_float32(key, number)
-
-
-CASES: dict[str, tuple[str, dict[str, Any], list[Add], dict[str, Any]]] = {
-    "llama": ("llama", SMALL, [], {}),
-    "llama tied": ("llama", SMALL, [], {"tied": True}),
-    "llama in bf16, tied": ("llama", SMALL, [], {"tied": True, "matrices": Type.BF16}),
-    "llama with biases": ("llama", SMALL | {"attention_bias": True, "mlp_bias": True}, [], {}),
-    "llama, linear": ("llama", SMALL, [value("llama.rope.scaling.factor", 4.0)], {}),
-    "llama 3": ("llama", SMALL, [], {"tensors": True}),
-    "qwen2": ("qwen2", SMALL, [], {"tied": True}),
-    "qwen3": ("qwen3", SMALL | {"head_dim": 32}, [], {}),
+# Architecture, changes of the model, and how its file is written.
+CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "llama": ("llama", SMALL, {}),
+    "llama tied": ("llama", SMALL, {"tied": True}),
+    "llama in bf16, tied": ("llama", SMALL, {"tied": True, "matrices": Type.BF16}),
+    "llama with biases": ("llama", SMALL | {"attention_bias": True, "mlp_bias": True}, {}),
+    "llama, linear": ("llama", SMALL, {"values": {"rope.scaling.factor": 4.0}}),
+    "llama 3": ("llama", SMALL, {"tensors": llama3_factors(SMALL)}),
+    "qwen2": ("qwen2", SMALL, {"tied": True}),
+    "qwen3": ("qwen3", SMALL | {"head_dim": 32}, {}),
     "gemma3": (
         "gemma3", _GEMMA,
-        [
-            lambda writer: writer.add_sliding_window(6),
-            lambda writer: writer.add_array("gemma3.attention.sliding_window_pattern", [True, False, True]),
-        ],
-        {"tied": True},
+        {"tied": True, "values": {
+            "attention.sliding_window": 6, "attention.sliding_window_pattern": [True, False, True],
+        }},
     ),
 }  # fmt: skip
 
 
-def written(path: Path, case: str) -> None:
-    architecture, changes, adds, options = CASES[case]
-    model = tiny_model(architecture, **changes)
-    if options.get("tensors"):
-        rope = {
-            "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 8192, "rope_theta": 10000.0,
-        }  # fmt: skip
-        scaled = tiny_model("llama", **changes, rope_parameters=rope)
-        factors = model.model.rotary_emb.inv_freq / scaled.model.rotary_emb.inv_freq
-        options = options | {"tensors": {"rope_freqs.weight": factors.numpy()}}
-    write(path, model, **{"matrices": mixed, "architecture": architecture, "values": adds} | options)
+def written(path: Path, case: str) -> Path:
+    architecture, changes, options = CASES[case]
+    write(path, tiny_model(architecture, **changes), **{"matrices": mixed} | options)
+    return path
 
 
 def same(found: Any, expected: Any, where: str) -> None:
@@ -96,15 +81,12 @@ def same(found: Any, expected: Any, where: str) -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("case", CASES)
-def test_all_weights_have_the_same_bits(case: str, dtype: str, tmp_path: Path) -> None:
-    written(tmp_path / "model.gguf", case)
-    model = load_model(tmp_path / "model.gguf", dtype=dtype)
+def test_all_weights_have_the_same_bits(case: str, dtype: str, path: Path) -> None:
+    model = load_model(written(path, case), dtype=dtype)
     assert model.lean is not None
     of_module = wrap_model(model.module, name="module")
     found, expected = model.lean(40), read_weights(of_module, 40)
-    expected = type(expected)(**{field.name: getattr(expected, field.name) for field in fields(expected)} | {
-        "is_borrowed": False
-    })  # fmt: skip
+    expected = replace(expected, is_borrowed=False)
     if case == "llama 3":  # the file has the factors, rounded; transformers computes them again
         for one, other in zip(found.layers.blocks, expected.layers.blocks, strict=True):
             torch.testing.assert_close(one.rotary.cos, other.rotary.cos, atol=1e-5, rtol=0)
@@ -114,10 +96,9 @@ def test_all_weights_have_the_same_bits(case: str, dtype: str, tmp_path: Path) -
         assert getattr(model, name) == getattr(of_module, name), name
 
 
-def test_matrices_are_in_memory_once(tmp_path: Path) -> None:
+def test_matrices_are_in_memory_once(path: Path) -> None:
     """The module and the lean weights share them, and a tied head shares the embedding."""
-    written(tmp_path / "model.gguf", "llama tied")
-    model = load_model(tmp_path / "model.gguf")
+    model = load_model(written(path, "llama tied"))
     weights: Any = read_weights(model, 8)
     module: Any = model.module
     assert model.module is module
@@ -125,9 +106,8 @@ def test_matrices_are_in_memory_once(tmp_path: Path) -> None:
     assert module.lm_head.matrix is weights.embedding is weights.head.matrix
 
 
-def test_transformers_models_stay_out_of_the_way(tmp_path: Path) -> None:
+def test_transformers_models_stay_out_of_the_way(path: Path) -> None:
     """They take seconds to import."""
-    written(tmp_path / "model.gguf", "llama")
     program = """
 import sys
 from foretoken.models.lean_weights import read_weights
@@ -137,9 +117,8 @@ read_weights(load_model(sys.argv[1]), 8)
 heavy = ("modeling_utils", "core_model_loading", "activations")
 print([name for name in heavy if f"transformers.{name}" in sys.modules])
 """
-    done = subprocess.run(
-        [sys.executable, "-c", program, str(tmp_path / "model.gguf")], check=True, capture_output=True, text=True
-    )
+    command = [sys.executable, "-c", program, str(written(path, "llama"))]
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
     assert done.stdout == "[]\n"
 
 
@@ -166,10 +145,9 @@ raise KeyboardInterrupt
 """
 
 
-def test_a_process_ends_while_weights_are_read(tmp_path: Path) -> None:
+def test_a_process_ends_while_weights_are_read(path: Path) -> None:
     """At Ctrl-C the thread that reads is not waited for; a forked process has none, and reads itself."""
-    written(tmp_path / "model.gguf", "llama")
-    command = [sys.executable, "-c", SLOW, str(tmp_path / "model.gguf")]
+    command = [sys.executable, "-c", SLOW, str(written(path, "llama"))]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.stderr.splitlines()[-1] == "KeyboardInterrupt"
     first, number = done.stdout.splitlines()
@@ -178,18 +156,18 @@ def test_a_process_ends_while_weights_are_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("adds", "options"),
+    "options",
     [
-        ([lambda writer: writer.add_sliding_window(6)], {}),
-        ([], {"leave_out": ["blk.0.ffn_up.weight"]}),
-        ([], {"tensors": {"blk.0.other.weight": np.zeros(4, np.float32)}}),
-        ([], {"tensors": {"blk.0.attn_q.bias": np.zeros(4, np.float32)}}),
+        {"values": {"attention.sliding_window": 6}},
+        {"leave_out": ["blk.0.ffn_up.weight"]},
+        {"tensors": {"blk.0.other.weight": np.zeros(4, np.float32)}},
+        {"tensors": {"blk.0.attn_q.bias": np.zeros(4, np.float32)}},
     ],
     ids=["a setting", "a missing tensor", "another tensor", "a wrong shape"],
 )
-def test_other_files_are_left_to_transformers(adds: list[Add], options: dict[str, Any], tmp_path: Path) -> None:
+def test_other_files_are_left_to_transformers(options: dict[str, Any], path: Path) -> None:
     """Which then refuses them with its own reason."""
-    path = tiny_file(tmp_path / "model.gguf", *adds, **options)
+    tiny_file(path, **options)
     assert lean_file(read_settings(read_gguf(path)), torch.float32) is None
     with pytest.raises(ModelError, match=r"may change the model|is missing|lacks|instead of"):
         load_model(path)
@@ -212,28 +190,23 @@ _HEAD_NORMS = [f"blk.{layer}.attn_{part}_norm.weight" for layer in range(3) for 
         ("gemma3", {"tensors": {"blk.2.attn_k.bias": np.ones(32, np.float32)}}),
     ],
 )
-def test_norms_and_biases_of_other_models_are_refused(
-    architecture: str, options: dict[str, Any], tmp_path: Path
-) -> None:
+def test_norms_and_biases_of_other_models_are_refused(architecture: str, options: dict[str, Any], path: Path) -> None:
     """A file without a norm of its heads would be another model, and say nothing."""
     model = tiny_model(architecture, **(_GEMMA if architecture == "gemma3" else SMALL | {"head_dim": 16}))
-    write(tmp_path / "model.gguf", model, matrices=Type.Q8_0, architecture=architecture, tied=True, **options)
-    assert lean_file(read_settings(read_gguf(tmp_path / "model.gguf")), torch.float32) is None
+    write(path, model, matrices=Type.Q8_0, tied=True, **options)
+    assert lean_file(read_settings(read_gguf(path)), torch.float32) is None
     with pytest.raises(ModelError, match=r"is missing|is not used"):
-        load_model(tmp_path / "model.gguf")
+        load_model(path)
 
 
-def test_other_rotations_are_left_to_transformers(tmp_path: Path) -> None:
-    adds = [
-        value("llama.rope.scaling.factor", 4.0),
-        lambda writer: writer.add_string("llama.rope.scaling.type", "yarn"),
-        lambda writer: writer.add_uint32("llama.rope.scaling.original_context_length", 24),
-    ]
-    assert load_model(tiny_file(tmp_path / "model.gguf", *adds)).lean is None
+def test_other_rotations_are_left_to_transformers(path: Path) -> None:
+    scaling = {"factor": 4.0, "type": "yarn", "original_context_length": 24}
+    values = {f"rope.scaling.{key}": value for key, value in scaling.items()}
+    assert load_model(tiny_file(path, values=values)).lean is None
 
 
-def test_scales_that_are_not_finite(tmp_path: Path) -> None:
-    path = tiny_file(tmp_path / "model.gguf", matrices=Type.Q4_0)
+def test_scales_that_are_not_finite(path: Path) -> None:
+    tiny_file(path, matrices=Type.Q4_0)
     stored = read_gguf(path).tensors["blk.0.ffn_up.weight"]
     with path.open("r+b") as file:
         file.seek(stored.start)
@@ -256,12 +229,11 @@ def test_a_model_that_memory_does_not_hold_is_refused_before_it_is_read(
             load_model(tmp_path / name)
 
 
-def test_bytes_in_memory_are_told_before(tmp_path: Path) -> None:
-    written(tmp_path / "model.gguf", "llama")
-    file = lean_file(read_settings(read_gguf(tmp_path / "model.gguf")), torch.bfloat16)
+def test_bytes_in_memory_are_told_before(path: Path) -> None:
+    file = lean_file(read_settings(read_gguf(written(path, "llama"))), torch.bfloat16)
     assert file is not None
     done, total = file.bytes_read()
-    assert 0 == done < total < (tmp_path / "model.gguf").stat().st_size
+    assert 0 == done < total < path.stat().st_size
     weights = file.weights(8)
     assert file.bytes_read() == (total, total)
     tensors = {each.data_ptr(): each.nbytes for each in weights.tensors()}
