@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +10,9 @@ import pytest
 import torch
 from cli.command_line import run
 from models.integer_checkpoints import Scheme, settings_of, small_config, words, write
+from models.model_files import edit_config, edit_weights
 from pairwise import slow_products
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 from foretoken import LLM, SamplingParams
 from foretoken.core.errors import ModelError
@@ -38,6 +38,13 @@ SCHEMES = {
     "AWQ": Scheme("awq", zeros=True),
 }  # fmt: skip
 TOKENS = [5, 17, 3, 88, 42, 9, 61, 30, 2, 77]
+
+
+def refuses(directory: Path, message: str) -> None:
+    with pytest.raises(ModelError, match=message) as caught:
+        load_model(directory, dtype="float32")
+    assert "\n" not in str(caught.value)
+    assert str(caught.value).encode(), "valid text"
 
 
 def linears(module: Any) -> dict[str, QuantizedLinear]:
@@ -68,9 +75,7 @@ def test_weights_and_logits_are_those_of_the_format(name: str, kind: str, tmp_pa
 
 def settings_file(directory: Path, file: str, settings: dict[str, Any]) -> None:
     """Moves the settings out of config.json into a file of their own."""
-    config = json.loads((directory / "config.json").read_text())
-    del config["quantization_config"]
-    (directory / "config.json").write_text(json.dumps(config))
+    edit_config(directory, without=["quantization_config"])
     (directory / file).write_text(json.dumps(settings))
 
 
@@ -101,11 +106,9 @@ def test_settings_in_a_file_of_their_own(name: str, file: str, settings: dict[st
 def test_a_damaged_or_left_over_settings_file(tmp_path: Path) -> None:
     module = write(tmp_path, small_config(), SCHEMES["AWQ"])
     settings_file(tmp_path, "quant_config.json", AUTO_AWQ | {"w_bit": 3})
-    with pytest.raises(ModelError, match="is a checkpoint of AWQ with 3 bits"):
-        load_model(tmp_path, dtype="float32")
+    refuses(tmp_path, "is a checkpoint of AWQ with 3 bits")
     (tmp_path / "quant_config.json").write_text("{")
-    with pytest.raises(ModelError, match=r"quant_config.json is not valid JSON"):
-        load_model(tmp_path, dtype="float32")
+    refuses(tmp_path, r"quant_config.json is not valid JSON")
     module.save_pretrained(tmp_path)  # weights that are not rounded
     assert load_model(tmp_path, dtype="float32").quantization is None
 
@@ -166,57 +169,43 @@ def test_experts_are_those_of_the_format(name: str, kind: str, tmp_path: Path) -
 )
 def test_experts_that_do_not_fit_are_named(change: Any, message: str, tmp_path: Path) -> None:
     write(tmp_path, small_config("qwen3_moe", **EXPERTS["qwen3_moe"]), SCHEMES["W4A16, groups"])
-    tensors = load_file(tmp_path / "model.safetensors")
-    change(tensors)
-    save_file(tensors, tmp_path / "model.safetensors")
-    with pytest.raises(ModelError, match=message):
-        load_model(tmp_path, dtype="float32")
+    edit_weights(tmp_path, change)
+    refuses(tmp_path, message)
 
 
 def test_more_experts_than_tensors_are_refused_at_once(tmp_path: Path) -> None:
     write(tmp_path, small_config("qwen3_moe", **EXPERTS["qwen3_moe"]), SCHEMES["W4A16, groups"])
-    values = json.loads((tmp_path / "config.json").read_text()) | dict.fromkeys(
-        ("num_experts", "num_local_experts"), 1 << 30
-    )
-    (tmp_path / "config.json").write_text(json.dumps(values))
-    with pytest.raises(ModelError, match="experts"):
-        load_model(tmp_path, dtype="float32")
+    edit_config(tmp_path, num_experts=1 << 30, num_local_experts=1 << 30)
+    refuses(tmp_path, "experts")
 
 
 def test_experts_with_an_order_of_their_own_are_refused(tmp_path: Path) -> None:
     write(tmp_path, small_config("qwen3_moe", **EXPERTS["qwen3_moe"]), SCHEMES["GPTQ"])
-    tensors = load_file(tmp_path / "model.safetensors")
     name = "model.layers.0.mlp.experts.2.down_proj.g_idx"
-    tensors[name] = tensors[name].flip(0)
-    save_file(tensors, tmp_path / "model.safetensors")
-    with pytest.raises(ModelError, match=r"experts in model.layers.0.mlp.experts of .* are not stored alike"):
-        load_model(tmp_path, dtype="float32")
+    edit_weights(tmp_path, lambda tensors: tensors.update({name: tensors[name].flip(0)}))
+    refuses(tmp_path, r"experts in model.layers.0.mlp.experts of .* are not stored alike")
 
 
 def test_layers_of_another_order_run_on_the_generic_runner(tmp_path: Path) -> None:
     """Query and key sort their inputs in different ways, which the kernels refuse."""
     expected = write(tmp_path, small_config(), SCHEMES["GPTQ, zero points, desc_act"])
-    tensors = load_file(tmp_path / "model.safetensors")
     name = "model.layers.0.self_attn.k_proj"
-    order = tensors[f"{name}.g_idx"]
-    tensors[f"{name}.g_idx"] = order.flip(0)
-    save_file(tensors, tmp_path / "model.safetensors")
+    edit_weights(tmp_path, lambda tensors: tensors.update({f"{name}.g_idx": tensors[f"{name}.g_idx"].flip(0)}))
     model = load_model(tmp_path, dtype="float32")
     assert not torch.equal(linears(model.module)[name].weight, expected.get_submodule(name).weight)
-    llm = LLM(model, max_num_seqs=2)
-    assert llm.target.name == "generic"
+    assert LLM(model, max_num_seqs=2).target.name == "generic"
 
 
 def changed(directory: Path, name: str, **changes: Any) -> None:
     write(directory, small_config(), SCHEMES[name])
-    values = json.loads((directory / "config.json").read_text())
+    settings = settings_of(SCHEMES[name])
     for path, value in changes.items():
-        place = values["quantization_config"]
+        owner = settings
         *owners, last = path.split("__")
-        for owner in owners:
-            place = place[owner]
-        place[last] = value
-    (directory / "config.json").write_text(json.dumps(values))
+        for each in owners:
+            owner = owner[each]
+        owner[last] = value
+    edit_config(directory, quantization_config=settings)
 
 
 GROUP = "config_groups__group_0__"
@@ -260,20 +249,11 @@ def test_settings_that_cannot_be_read_are_named(
     name: str, changes: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     changed(tmp_path, name, **changes)
-    with pytest.raises(ModelError, match=message) as caught:
-        load_model(tmp_path, dtype="float32")
-    assert "\n" not in str(caught.value)
-    assert str(caught.value).encode(), "valid text"
+    refuses(tmp_path, message)
 
 
 PART = "model.layers.1.mlp.up_proj."
 SORTED = "W4A16, groups, bfloat16 scales, in the order of activations"
-
-
-def damage(tensors: dict[str, Any], part: str, change: Any) -> None:
-    made = change(tensors.pop(PART + part))
-    if made is not None:
-        tensors[PART + part] = made.contiguous()
 
 
 DAMAGES = [
@@ -309,34 +289,31 @@ DAMAGES = [
 
 @pytest.mark.parametrize(("name", "part", "change", "message"), DAMAGES)
 def test_damaged_tensors_are_named(name: str, part: str, change: Any, message: str, tmp_path: Path) -> None:
+    def damage(tensors: dict[str, torch.Tensor]) -> None:
+        made = change(tensors.pop(PART + part))
+        tensors |= {} if made is None else {PART + part: made}
+
     write(tmp_path, small_config(), SCHEMES[name])
-    tensors = load_file(tmp_path / "model.safetensors")
-    damage(tensors, part, change)
-    save_file(tensors, tmp_path / "model.safetensors")
-    with pytest.raises(ModelError, match=message) as caught:
-        load_model(tmp_path, dtype="float32")
-    assert "\n" not in str(caught.value)
+    edit_weights(tmp_path, damage)
+    refuses(tmp_path, message)
 
 
 @pytest.mark.parametrize("key", [f"{PART}input_scale", f"{PART}bias", "model.layers.0.mlp.act_fn.scales"])
 def test_tensors_that_would_change_the_model_are_refused_unless_they_are_zero(key: str, tmp_path: Path) -> None:
     write(tmp_path, small_config(), SCHEMES["W8A8"])
-    tensors = load_file(tmp_path / "model.safetensors")
-    save_file(tensors | {key: torch.zeros(160)}, tmp_path / "model.safetensors")
+    edit_weights(tmp_path, lambda tensors: tensors.update({key: torch.zeros(160)}))
     load_model(tmp_path, dtype="float32")
-    save_file(tensors | {key: torch.ones(160)}, tmp_path / "model.safetensors")
-    with pytest.raises(ModelError, match=f"{key} of .* would change the model"):
-        load_model(tmp_path, dtype="float32")
+    edit_weights(tmp_path, lambda tensors: tensors.update({key: torch.ones(160)}))
+    refuses(tmp_path, f"{key} of .* would change the model")
 
 
 def test_an_lm_head_in_integers_is_not_tied(tmp_path: Path) -> None:
     expected: Any = write(tmp_path, small_config(tie_word_embeddings=True), SCHEMES["W8A16, rows"])
-    tensors = load_file(tmp_path / "model.safetensors")
     weight = expected.lm_head.weight.detach()
     scale = weight.abs().amax(1, keepdim=True) / 127
-    tensors |= {"lm_head.weight_packed": words((weight / scale).round().int() + 128, 8), "lm_head.weight_scale": scale}
-    tensors["lm_head.weight_shape"] = torch.tensor(weight.shape)
-    save_file(tensors, tmp_path / "model.safetensors")
+    packed = words((weight / scale).round().int() + 128, 8)
+    head = {"weight_packed": packed, "weight_scale": scale, "weight_shape": torch.tensor(weight.shape)}
+    edit_weights(tmp_path, lambda tensors: tensors.update({f"lm_head.{part}": each for part, each in head.items()}))
     module: Any = load_model(tmp_path, dtype="float32").module
     assert (module.lm_head.weight - weight).abs().max() <= 0.51 * scale.max()
     assert torch.equal(module.get_input_embeddings().weight, expected.get_input_embeddings().weight)
@@ -344,10 +321,8 @@ def test_an_lm_head_in_integers_is_not_tied(tmp_path: Path) -> None:
 
 def test_weights_that_do_not_fit_are_named_before_memory_is_taken(tmp_path: Path) -> None:
     write(tmp_path, small_config(), SCHEMES["AWQ"])
-    values = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(values | {"vocab_size": 1 << 28}))
-    with pytest.raises(ModelError, match=r"wrong shape: .*embed_tokens.weight \[96, 96\] instead of \[268435456, 96\]"):
-        load_model(tmp_path, dtype="float32")
+    edit_config(tmp_path, vocab_size=1 << 28)
+    refuses(tmp_path, r"wrong shape: .*embed_tokens.weight \[96, 96\] instead of \[268435456, 96\]")
 
 
 def test_files_that_the_index_does_not_name_are_not_read(tmp_path: Path) -> None:
@@ -355,39 +330,28 @@ def test_files_that_the_index_does_not_name_are_not_read(tmp_path: Path) -> None
     save_file({f"{PART}scales": torch.ones(1)}, tmp_path / "consolidated.safetensors")
     load_model(tmp_path, dtype="float32")
     (tmp_path / "model.safetensors").rename(tmp_path / "other.safetensors")
-    with pytest.raises(ModelError, match=r"in two files, consolidated\.safetensors and other\.safetensors"):
-        load_model(tmp_path, dtype="float32")
+    refuses(tmp_path, r"in two files, consolidated\.safetensors and other\.safetensors")
 
 
 def test_layers_that_the_architecture_has_not_are_refused(tmp_path: Path) -> None:
     write(tmp_path, small_config(), SCHEMES["GPTQ"])
-    tensors = load_file(tmp_path / "model.safetensors")
-    more = {key.replace("up_proj", "out_proj"): each.clone() for key, each in tensors.items() if PART in key}
-    save_file(tensors | more, tmp_path / "model.safetensors")
-    with pytest.raises(
-        ModelError, match=r"mlp\.out_proj is in integers, but the architecture has no plain linear layer"
-    ):
-        load_model(tmp_path, dtype="float32")
+    edit_weights(tmp_path, lambda tensors: tensors.update({
+        key.replace("up_proj", "out_proj"): each.clone() for key, each in tensors.items() if PART in key
+    }))  # fmt: skip
+    refuses(tmp_path, r"mlp\.out_proj is in integers, but the architecture has no plain linear layer")
 
 
 def test_a_checkpoint_without_such_layers(tmp_path: Path) -> None:
-    write(tmp_path, small_config(), replace(SCHEMES["GPTQ"]))
-    values = json.loads((tmp_path / "config.json").read_text())
-    small_config().save_pretrained(tmp_path / "other")
-    values["quantization_config"] = settings_of(SCHEMES["W8A8"])
-    (tmp_path / "config.json").write_text(json.dumps(values))
-    with pytest.raises(ModelError, match=r"no tensor is called '\*\.weight_scale'"):
-        load_model(tmp_path, dtype="float32")
+    write(tmp_path, small_config(), SCHEMES["GPTQ"])
+    edit_config(tmp_path, quantization_config=settings_of(SCHEMES["W8A8"]))
+    refuses(tmp_path, r"no tensor is called '\*\.weight_scale'")
 
 
 @pytest.mark.parametrize(("name", "words"), [("AWQ", "qweight"), ("W4A16, groups", "weight_packed")])
 def test_integers_without_settings_are_named(name: str, words: str, tmp_path: Path) -> None:
-    changed(tmp_path, name)
-    values = json.loads((tmp_path / "config.json").read_text())
-    del values["quantization_config"]
-    (tmp_path / "config.json").write_text(json.dumps(values))
-    with pytest.raises(ModelError, match=rf"\.{words} of .* holds weights in integers, but config\.json has no quant"):
-        load_model(tmp_path, dtype="float32")
+    write(tmp_path, small_config(), SCHEMES[name])
+    edit_config(tmp_path, without=["quantization_config"])
+    refuses(tmp_path, rf"\.{words} of .* holds weights in integers, but config\.json has no quant")
 
 
 def test_training_and_rounding_such_a_model_are_refused(tmp_path: Path) -> None:

@@ -8,8 +8,8 @@ from typing import Any, get_args
 import pytest
 import torch
 from gguf import GGMLQuantizationType as Type
-from models.gguf_files import write
-from models.test_gguf import CHANGES, HEADERS
+from models.gguf_files import written
+from models.test_gguf import CHANGES, VALUES
 from tiny_models import tiny_model
 from torch import nn
 
@@ -76,15 +76,12 @@ def test_untied_weights_have_their_own_integers() -> None:
 
 @DTYPES
 @pytest.mark.parametrize(("architecture", "is_tied"), [("llama", True), ("llama", False), ("gemma3", True)])
-def test_an_embedding_of_a_gguf_file(tmp_path: Path, architecture: str, is_tied: bool, dtype: torch.dtype) -> None:
+def test_an_embedding_of_a_gguf_file(path: Path, architecture: str, is_tied: bool, dtype: torch.dtype) -> None:
     """Rows in the model's dtype, times Gemma's factor; an LM head of the same tensor has the same memory."""
-    path = tmp_path / "model.gguf"
     model = tiny_model(architecture, **CHANGES[architecture])
-    values = HEADERS.get(architecture, ())
-    weights = write(path, model, matrices=Type.Q4_1, architecture=architecture, tied=is_tied, values=values)
+    written(path, model, matrices=Type.Q4_1, tied=is_tied, values=VALUES.get(architecture))
     module = build(open_gguf(path), str(path), dtype)[0]
     embedding, head = module.get_input_embeddings(), module.get_output_embeddings()
-    model.load_state_dict(weights)
     expected = model.to(dtype).get_input_embeddings()
     assert isinstance(embedding, QuantizedEmbedding)
     assert torch.equal(embedding(IDS), expected(IDS))
