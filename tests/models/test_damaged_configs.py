@@ -73,9 +73,8 @@ def test_no_field_can_do_harm(architecture: str, share: int, tmp_path: Path, bou
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.float8_e4m3fn, torch.int32, torch.bool], ids=str)
-def test_numbers_that_nobody_says_how_to_read(dtype: torch.dtype, tmp_path: Path) -> None:
+def test_numbers_that_nobody_says_how_to_read(dtype: torch.dtype, directory: Path) -> None:
     """Quantised weights without their configuration would be taken as they are."""
-    directory = saved(tmp_path / "tiny")
     edit_weights(directory, lambda tensors: tensors.update({_GATE: tensors[_GATE].to(dtype)}))
     message = refusal(directory)
     assert f"{_GATE} of '{directory}' is stored as " in message
@@ -83,16 +82,14 @@ def test_numbers_that_nobody_says_how_to_read(dtype: torch.dtype, tmp_path: Path
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16], ids=str)
-def test_real_numbers_of_other_widths_are_read(dtype: torch.dtype, tmp_path: Path) -> None:
-    directory = saved(tmp_path / "tiny")
+def test_real_numbers_of_other_widths_are_read(dtype: torch.dtype, directory: Path) -> None:
     edit_weights(directory, lambda tensors: tensors.update({_GATE: tensors[_GATE].to(dtype)}))
     assert load_model(directory).dtype == torch.float32
 
 
 @pytest.mark.parametrize("key", ["text_config", "decoder", "generator", "text_encoder"])
 @pytest.mark.parametrize("value", [{"a": 1}, 5, [1], "llama"], ids=str)
-def test_a_text_configuration_that_its_architecture_does_not_have(key: str, value: Any, tmp_path: Path) -> None:
-    directory = saved(tmp_path / "tiny")
+def test_a_text_configuration_that_its_architecture_does_not_have(key: str, value: Any, directory: Path) -> None:
     edit_config(directory, **{key: value})
     message = refusal(directory)
     assert f"the text configuration inside config.json of '{directory}' is {shown(value)}" in message
@@ -115,9 +112,8 @@ def test_a_model_is_not_cut_in_silence(architecture: str, field: str, tmp_path: 
     assert "num_hidden_layers is 2, but the files have a layer" in refusal(directory)
 
 
-def test_layers_behind_the_last_that_the_configuration_names(tmp_path: Path) -> None:
+def test_layers_behind_the_last_that_the_configuration_names(directory: Path) -> None:
     """Multi-token prediction heads are stored as further layers; a plain causal LM has no use for them."""
-    directory = saved(tmp_path / "tiny")
     layers = {"num_hidden_layers": 2, "num_nextn_predict_layers": 1}
     edit_config(directory, **layers)
     assert load_model(directory).num_layers == 2
@@ -126,8 +122,7 @@ def test_layers_behind_the_last_that_the_configuration_names(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("eos", ["2", 2.5, True, -1, [2, [3]], [2, None]], ids=str)
-def test_end_tokens_of_a_generation_config_that_are_none(eos: Any, tmp_path: Path) -> None:
-    directory = saved(tmp_path / "tiny")
+def test_end_tokens_of_a_generation_config_that_are_none(eos: Any, directory: Path) -> None:
     path = directory / "generation_config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"eos_token_id": eos}))
     assert str(directory) in refusal(directory)

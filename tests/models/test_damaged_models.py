@@ -16,11 +16,6 @@ from foretoken.models.config import check_model_files
 NORM, GATE, UP = "model.norm.weight", "model.layers.1.mlp.gate_proj.weight", "model.layers.2.mlp.up_proj.weight"
 
 
-@pytest.fixture
-def directory(tmp_path: Path) -> Path:
-    return saved(tmp_path / "tiny")
-
-
 def test_missing_directory_names_the_nearest(directory: Path) -> None:
     saved(directory.parent / "other")
     (directory.parent / "tinx").mkdir()  # holds no model: never suggested

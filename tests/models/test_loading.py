@@ -1,4 +1,4 @@
-"""A model directory that loads: its facts, dtypes, end tokens, and what is left unused."""
+"""A model directory that loads: its facts, dtypes, end tokens, what is left unused, and where its weights lie."""
 
 from __future__ import annotations
 
@@ -11,19 +11,15 @@ import torch
 from model_files import edit_config, edit_weights, saved, split_weights
 from plain_model import FLOAT32_TOLERANCE, PlainModel, relative_error
 from tiny_models import ARCHITECTURES, CONTEXT_LEN, EOS_ID, VOCAB_SIZE, tiny_model
+from torch import nn
 
 from foretoken import LLM
 from foretoken.core.errors import ModelError
 from foretoken.core.token_tree import TokenTree
 from foretoken.models.forward_pass import ATTENTION_NAME
-from foretoken.models.loaded import DTYPES
+from foretoken.models.loaded import DTYPES, gather_weights
 from foretoken.models.loading import _context_len, load_model, load_tokenizer, wrap_model
 from foretoken.runner.runner import Runner
-
-
-@pytest.fixture
-def directory(tmp_path: Path) -> Path:
-    return saved(tmp_path / "tiny")
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -146,3 +142,51 @@ def test_damaged_tokenizer(directory: Path, text: str) -> None:
     (directory / "tokenizer.json").write_text(text)
     with pytest.raises(ModelError, match=r"the tokenizer of '.*tiny' cannot be read: .*"):
         load_tokenizer(str(directory))
+
+
+MODEL = str(Path(__file__).parents[2] / "models" / "tinycode")
+
+
+def allocations(module: nn.Module) -> set[int]:
+    return {parameter.untyped_storage().data_ptr() for parameter in module.parameters()}
+
+
+@pytest.mark.parametrize("name", ["llama", "mixtral", "gemma2", "gpt2"])
+def test_one_allocation_a_block_and_one_for_the_rest(name: str) -> None:
+    module = tiny_model(name)
+    before = {key: tensor.clone() for key, tensor in module.state_dict().items()}
+    tied = {key: id(parameter) for key, parameter in module.named_parameters(remove_duplicate=False)}
+    gather_weights(module)
+    assert len(allocations(module)) == module.config.num_hidden_layers + 1
+    assert tied == {key: id(parameter) for key, parameter in module.named_parameters(remove_duplicate=False)}
+    for key, tensor in module.state_dict().items():
+        assert torch.equal(tensor, before[key])
+        assert tensor.data_ptr() % 64 == 0 or key not in tied
+
+
+def test_weights_of_two_dtypes_and_no_numbers() -> None:
+    """Each dtype has an allocation of its own; what holds nothing takes no room."""
+    module = nn.ModuleList([nn.Linear(3, 5), nn.Linear(3, 5).to(torch.bfloat16)])
+    module.register_parameter("nothing", nn.Parameter(torch.empty(0, 5)))
+    before = [parameter.clone() for parameter in module.parameters()]
+    gather_weights(module)
+    assert all(torch.equal(a, b) for a, b in zip(module.parameters(), before, strict=True))
+
+
+def test_writing_to_one_weight_leaves_its_neighbours() -> None:
+    module = tiny_model("llama")
+    gather_weights(module)
+    before = {key: parameter.clone() for key, parameter in module.named_parameters()}
+    with torch.no_grad():
+        module.model.layers[0].self_attn.k_proj.weight.fill_(7.0)
+    changed = [key for key, parameter in module.named_parameters() if not torch.equal(parameter, before[key])]
+    assert changed == ["model.layers.0.self_attn.k_proj.weight"]
+
+
+def test_a_loaded_model_has_few_allocations_and_can_be_saved(tmp_path: Path) -> None:
+    model = load_model(MODEL, dtype="bfloat16")
+    assert len(allocations(model.module)) == model.num_layers + 1
+    model.module.save_pretrained(tmp_path)
+    saved = load_model(str(tmp_path), dtype="bfloat16")
+    pairs = zip(model.module.parameters(), saved.module.parameters(), strict=True)
+    assert all(torch.equal(a, b) for a, b in pairs)

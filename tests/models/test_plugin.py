@@ -1,20 +1,31 @@
-"""What the function that transformers calls makes of its arguments, and what it refuses."""
+"""Attention inside transformers: the registered function, and adapters of architectures that do not call it."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import transformers as hf
+from pairwise import slow_products
+from plain_model import FLOAT32_TOLERANCE, PlainModel, relative_error
+from tiny_models import WINDOW, random_model
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from tree_decoding import MAX_NODES, SLOTS, by_path, decode
 
+from foretoken import LLM, SamplingParams
 from foretoken.attention.layout import AttentionLayout, reference_attention
 from foretoken.core.errors import ModelError
 from foretoken.core.passes import Pass
 from foretoken.decoder.slot_cache import LayerShape, SlotCache
+from foretoken.models import plugin
 from foretoken.models.forward_pass import ATTENTION_NAME, ForwardPass, current_pass, running
+from foretoken.models.loading import load_model, wrap_model
 from foretoken.models.plugin import as_transformers_cache
+from foretoken.runner.runner import Runner
 
 HEADS, WIDTH, LENGTH = 2, 4, 5
 
@@ -107,3 +118,97 @@ def test_the_cache_is_written_only_inside_a_pass() -> None:
         keys, values = cache.update(one, -one, 0)
     assert keys.flatten().tolist() == [0, 0, 1, 0]
     assert values.flatten().tolist() == [0, 0, -1, 0]
+
+
+_IDS: dict[str, Any] = {"pad_token_id": None, "bos_token_id": 1, "eos_token_id": 2, "initializer_range": 0.25}
+_SIZES = {"vocab_size": 67, "hidden_size": 32, "num_attention_heads": 4, "max_position_embeddings": 96, **_IDS}
+_GPT: dict[str, Any] = {"vocab_size": 67, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 96, **_IDS}
+ADAPTED: dict[str, Callable[[], Any]] = {
+    "falcon": lambda: hf.FalconConfig(**_SIZES, num_hidden_layers=2),
+    "falcon without shared keys": lambda: hf.FalconConfig(
+        **_SIZES, num_hidden_layers=2, multi_query=False, parallel_attn=False, bias=True
+    ),
+    "falcon 40b": lambda: hf.FalconConfig(**_SIZES, num_hidden_layers=2, new_decoder_architecture=True, num_kv_heads=2),
+    "gptj": lambda: hf.GPTJConfig(**_GPT, rotary_dim=4),
+    "codegen": lambda: hf.CodeGenConfig(**_GPT, rotary_dim=4),
+    "gpt_neo": lambda: hf.GPTNeoConfig(
+        vocab_size=67,
+        hidden_size=32,
+        num_layers=2,
+        num_heads=4,
+        max_position_embeddings=96,
+        attention_types=[[["global", "local"], 1]],
+        window_size=WINDOW,
+        **_IDS,
+    ),
+    # Attends through the plug-in, and takes a view of what it gives: a batch of trees used to crash.
+    "jetmoe": lambda: hf.JetMoeConfig(
+        vocab_size=67,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_key_value_heads=2,
+        kv_channels=8,
+        intermediate_size=48,
+        max_position_embeddings=96,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        **_IDS,
+    ),
+}
+
+
+def runner(architecture: str, dtype: torch.dtype = torch.float32) -> Runner:
+    model = wrap_model(random_model(ADAPTED[architecture](), dtype=dtype), name=architecture)
+    return Runner(model, num_slots=4, max_nodes=MAX_NODES)
+
+
+def has_attention(architecture: str, attention: str) -> bool:
+    """Whether transformers has it."""
+    return attention == "eager" or not architecture.startswith(("gpt", "codegen"))
+
+
+@pytest.mark.parametrize("architecture", ADAPTED)
+def test_nodes_equal_their_paths(architecture: str) -> None:
+    plain = PlainModel(random_model(ADAPTED[architecture]()))
+    for done in decode(runner(architecture), rounds=3):
+        for row in range(len(SLOTS)):
+            assert relative_error(done.logits(row), by_path(plain, done, row)) < FLOAT32_TOLERANCE
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("architecture", [name for name in ADAPTED if name != "jetmoe"])
+def test_other_dtypes_pass_the_self_test(architecture: str, dtype: torch.dtype) -> None:
+    assert runner(architecture, dtype).name == "generic"
+
+
+@pytest.mark.parametrize(
+    ("architecture", "attention"), slow_products(list(ADAPTED), ["eager", "sdpa"], each=1, allowed=has_attention)
+)
+def test_the_text_is_the_models_own(architecture: str, attention: str, tmp_path: Path) -> None:
+    module = random_model(ADAPTED[architecture]())
+    module.save_pretrained(tmp_path)
+    module = hf.AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation=attention)
+    ids = torch.tensor([[5, 9, 3]])
+    options = {"do_sample": False, "max_new_tokens": 8, "pad_token_id": 0}
+    expected = module.generate(ids, attention_mask=torch.ones_like(ids), **options)[0, 3:].tolist()
+    for model in (module, load_model(tmp_path)):
+        llm = LLM(model, speculative_config={"method": "ngram"})
+        outputs = llm.generate([[5, 9, 3], [7, 8, 7, 8, 7]], SamplingParams(temperature=0.0, max_tokens=8))
+        assert outputs[0].outputs[0].token_ids == expected
+    assert module.generate(ids, attention_mask=torch.ones_like(ids), **options)[0, 3:].tolist() == expected
+
+
+@pytest.mark.parametrize("architecture", [name for name in ADAPTED if name != "jetmoe"])
+def test_control_a_wrong_adapter_is_refused(architecture: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The self-test stands behind the adapters: a lost scale, or no adapter at all."""
+    whole = plugin.tree_attention
+
+    def other_scale(*args: Any, scale: float, **options: Any) -> Any:
+        return whole(*args, scale=2.0 * scale, **options)
+
+    monkeypatch.setattr(plugin, "tree_attention", other_scale)
+    with pytest.raises(ModelError, match="gives wrong logits for a token tree"):
+        runner(architecture)
+    monkeypatch.setattr("foretoken.models.plugin.adapt_attention", lambda module: False)
+    with pytest.raises(ModelError, match="ignores the attention plug-in"):
+        runner(architecture)

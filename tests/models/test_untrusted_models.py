@@ -1,26 +1,29 @@
-"""A model directory from a stranger: nothing in it is run, fetched, or read from elsewhere."""
+"""A model directory from a stranger: nothing in it is run, fetched, or read from elsewhere, or read for ever.
+
+Where a test of endless files fails it waits for ever, or until memory is full.
+"""
 
 from __future__ import annotations
 
 import json
+import os
 import pickle
+import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from model_files import SHARDS, WEIGHTS, edit_config, refusal, saved, split_weights, write_index
+from end_to_end.tiny_llms import tokenizer
+from model_files import SHARDS, WEIGHTS, edit_config, refusal, split_weights, write_index
 from safetensors.torch import load_file
+from tiny_models import tiny_model
 
 from foretoken import LLM
-from foretoken.core.errors import ModelError
+from foretoken.core.errors import ForetokenError, ModelError
+from foretoken.models.describe import describe_directory
 from foretoken.models.loading import load_model, load_tokenizer
-
-
-@pytest.fixture
-def directory(tmp_path: Path) -> Path:
-    return saved(tmp_path / "tiny")
 
 
 @pytest.mark.parametrize("absolute", [False, True])
@@ -28,9 +31,9 @@ def test_shards_outside_the_directory_are_not_read(directory: Path, absolute: bo
     weight_map = split_weights(directory)
     outside = directory.parent / "outside.safetensors"
     (directory / SHARDS[1]).rename(outside)
-    place = str(outside) if absolute else "../outside.safetensors"
-    write_index(directory, {name: place if shard == SHARDS[1] else shard for name, shard in weight_map.items()})
-    assert f"names files outside its directory: {place}. Expected plain file names." in refusal(directory)
+    path = str(outside) if absolute else "../outside.safetensors"
+    write_index(directory, {name: path if shard == SHARDS[1] else shard for name, shard in weight_map.items()})
+    assert f"names files outside its directory: {path}. Expected plain file names." in refusal(directory)
 
 
 class Payload:
@@ -89,3 +92,80 @@ def test_attention_named_in_a_config_is_not_fetched(directory: Path) -> None:
     """A configuration that asks for a kernel from the hub gets the plug-in like every other."""
     edit_config(directory, _attn_implementation="kernels-community/attention", attn_implementation="flash_attention_2")
     assert load_model(str(directory)).config._attn_implementation == "foretoken_tree"
+
+
+CONFIGS = ["config.json", "generation_config.json", "model.safetensors", "model.safetensors.index.json"]
+TOKENIZERS = [
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja",
+    "vocab.txt", "additional_chat_templates/tool.jinja",
+]  # fmt: skip
+
+
+def bind(path: Path) -> None:
+    before = Path.cwd()
+    os.chdir(path.parent)  # names of sockets are short
+    try:
+        with socket.socket(socket.AF_UNIX) as made:
+            made.bind(path.name)
+    finally:
+        os.chdir(before)
+
+
+def enlarge(path: Path) -> None:
+    with path.open("ab") as file:
+        file.truncate(1 << 33)  # takes no room on the disk
+
+
+ENDLESS: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "pipe": (os.mkfifo, "a pipe"),
+    "device": (lambda path: path.symlink_to("/dev/zero"), "a device"),
+    "terminal": (lambda path: path.symlink_to("/dev/tty"), "a device"),
+    "directory": (Path.mkdir, "a directory"),
+    "socket": (bind, "a socket"),
+}
+
+
+def replace(directory: Path, name: str, make: Callable[[Path], Any]) -> None:
+    tokenizer().save_pretrained(directory)
+    path = directory / name
+    path.parent.mkdir(exist_ok=True)
+    path.unlink(missing_ok=True)
+    make(path)
+
+
+@pytest.mark.parametrize("name", [*CONFIGS, *TOKENIZERS])
+@pytest.mark.parametrize("kind", ENDLESS)
+def test_what_is_no_file(kind: str, name: str, directory: Path) -> None:
+    make, what = ENDLESS[kind]
+    replace(directory, name, make)
+    calls: list[Callable[[], Any]] = [lambda: load_model(directory), lambda: describe_directory(directory)]
+    if name in TOKENIZERS:
+        calls += [lambda: load_tokenizer(str(directory)), lambda: LLM(tiny_model("llama"), tokenizer=directory)]
+    for call in calls:
+        with pytest.raises(ForetokenError, match=f"{Path(name).name}' is {what}. Expected a regular file"):
+            call()
+
+
+@pytest.mark.parametrize("name", [*(n for n in CONFIGS if n != "model.safetensors"), *TOKENIZERS])
+def test_files_of_gigabytes(name: str, directory: Path) -> None:
+    replace(directory, name, enlarge)
+    with pytest.raises(ModelError, match=rf"{Path(name).name}' has 8589934592 bytes\. Expected at most"):
+        load_model(directory)
+    with pytest.raises(ModelError, match=r"bytes\. Expected at most"):
+        load_tokenizer(str(directory))
+
+
+@pytest.mark.parametrize("path", ["/dev/zero", "/dev/null", "tokenizer.json"])
+def test_a_tokenizer_is_a_directory(path: str, tmp_path: Path) -> None:
+    tokenizer().save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match=r"is no directory\. Expected one with tokenizer files"):
+        LLM(tiny_model("llama"), tokenizer=tmp_path / path)
+
+
+def test_a_link_to_a_file_is_one(directory: Path) -> None:
+    """As in the hub's cache."""
+    links = directory.parent / "links"
+    links.mkdir()
+    for path in directory.iterdir():
+        (links / path.name).symlink_to(path)
+    assert load_model(links).num_layers == 3
