@@ -42,7 +42,7 @@ def _module_structure(module: nn.Module) -> tuple[Any, ...]:
         module,
         type(module).forward,
         own.get("forward"),
-        list(foreign_hooks(module)),
+        list(_foreign_hooks(module)),
         [(id(each), _address(each)) for each in tensors if each is not None],
         _settings(own),
         repr([own.get(name) for name in _ADAPTERS]) if _ADAPTERS[1] in own else None,
@@ -53,7 +53,7 @@ def _settings(attributes: dict[str, Any]) -> list[tuple[str, Any]]:
     return [(key, value) for key, value in attributes.items() if type(value) in _SETTINGS and key != "training"]
 
 
-def foreign_hooks(module: nn.Module) -> Iterator[Any]:
+def _foreign_hooks(module: nn.Module) -> Iterator[Any]:
     """Yields the forward hooks of a module, except those of this package and transformers, which change no result."""
     for hooks in (module._forward_hooks, module._forward_pre_hooks):
         for hook in hooks.values():
@@ -69,7 +69,7 @@ def foreign_call(model: nn.Module) -> str | None:
         where = name or type(model).__name__
         if "forward" in vars(module):
             return f"{where} has another forward than its class"
-        if any(True for _ in foreign_hooks(module)):
+        if any(True for _ in _foreign_hooks(module)):
             return f"{where} has a forward hook"
     return None
 
@@ -123,9 +123,9 @@ def _count_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
     if torch.compiler.is_compiling():
         return
     parameters = [each for group in optimizer.param_groups for each in group["params"]]
-    places = {_address(each) for each in parameters} - {0}
+    addresses = {_address(each) for each in parameters} - {0}
     alive = filter(None, (each() for each in _alive.valuerefs()))
-    if any(_address(tensor) in places for each in alive for tensor in each._tensors):
+    if any(_address(tensor) in addresses for each in alive for tensor in each._tensors):
         torch.autograd.graph.increment_version(parameters)
 
 

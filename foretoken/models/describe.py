@@ -106,11 +106,8 @@ def describe_directory(directory: Path) -> dict[str, Any]:
 def describe_gguf(path: Path, *, verify: bool = False) -> dict[str, Any]:
     """Returns facts about a GGUF file, JSON-ready, in the words of `describe_directory`.
 
-    Args:
-        verify: Reads every tensor too; "findings" are those that hold NaN or infinite values.
-
-    Raises:
-        ModelError: If the file is missing or damaged.
+    With `verify` all tensors are read, and "findings" are those that hold NaN or infinite values. Raises `ModelError`
+    if the file is missing or damaged.
     """
     from foretoken.models.stored.gguf import open_gguf
     from foretoken.models.stored.gguf_file import read_gguf

@@ -23,13 +23,7 @@ if TYPE_CHECKING:
 
     from foretoken.decoder.blocks import LeanWeights
 
-DTYPES = {
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-    "float64": torch.float64,
-}
-
+DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float16", "float64")}
 _LONGEST_REASON = 100  # characters; a choice: longer messages of torch list all device types
 
 
@@ -136,22 +130,16 @@ def gather_weights(module: nn.Module) -> None:
         if id(parameter) in plain and parameter.is_cpu:
             match = _BLOCK.match(name)
             blocks["" if match is None else match[1], parameter.dtype].append(parameter)
-    for weights in blocks.values():
-        _gather(weights)
+    for (_, dtype), weights in blocks.items():
+        step = _ALIGNMENT // dtype.itemsize
+        sizes = [-(-weight.numel() // step) * step for weight in weights]
+        memory = torch.empty(sum(sizes), dtype=dtype, device="cpu")
+        for weight, part in zip(weights, memory.split(sizes), strict=True):
+            own = part[: weight.numel()].view(weight.shape)
+            own.copy_(weight.data)
+            weight.data = own
     for buffer in module.buffers():
         buffer.data = in_own_memory(buffer.data)
-
-
-def _gather(weights: list[Tensor]) -> None:
-    step = _ALIGNMENT // weights[0].itemsize
-    starts = [0]
-    for weight in weights:
-        starts.append(starts[-1] + -(-weight.numel() // step) * step)
-    memory = torch.empty(starts[-1], dtype=weights[0].dtype, device="cpu")
-    for weight, start in zip(weights, starts, strict=False):
-        place = memory[start : start + weight.numel()].view(weight.shape)
-        place.copy_(weight.data)
-        weight.data = place
 
 
 KVCacheDtype = Literal["auto", "int8"]

@@ -237,15 +237,10 @@ def _check_loaded(info: Any, config: Any, name: str) -> None:
 
 
 def fill_model(name: str, tensors: Iterable[tuple[str, torch.Tensor]], *, device: torch.device) -> LoadedModel:
-    """Builds a causal LM from weights in memory.
+    """Builds a causal LM from copies of all its weights, with the `config.json` of a directory, which names the dtype.
 
-    Args:
-        name: A directory with `config.json`, which also names the dtype.
-        tensors: Every weight with its name; each is copied.
-
-    Raises:
-        ModelError: If the configuration cannot be read, the architecture cannot be served, or weights are missing,
-            unknown or of another shape.
+    Raises `ModelError` if the configuration cannot be read, the architecture cannot be served, or weights are missing,
+    unknown or of another shape.
     """
     config = read_config(name)
     check_architecture(config, name)
@@ -274,15 +269,10 @@ def wrap_model(module: Any, *, name: str, dtype: str = "auto", device: str = "au
     The target has its own modules over the same weights, see `shared_copy`. The engine notices in-place writes to
     weights and buffers between passes and drops the old KV rows (`Runner.follow_weights`), but not writes through
     `.data`. Weights may move in memory between passes, as by `share_memory()`; nothing may move or free them during a
-    pass.
+    pass. The model's mode, attention, hooks and configuration are not changed.
 
-    Args:
-        module: The model. Its mode, attention, hooks and configuration are not changed.
-        dtype: "auto", or the name of the model's dtype.
-        device: "auto", or the model's device.
-
-    Raises:
-        ModelError: If it is not a causal LM, its architecture cannot be served, or it has another dtype or device.
+    Raises `ModelError` if it is not a causal LM, its architecture cannot be served, or it has another dtype or device
+    than asked for.
     """
     model = replace(_ready(shared_copy(module), name), is_borrowed=True)
     check_placement(model, dtype=dtype, device=device)

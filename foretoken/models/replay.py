@@ -61,9 +61,6 @@ def replay(
         states: L + 1 tensors (P, T, E): the input of every block, and the output of the last one.
         chosen: Blocks to run, the first among them.
         rounds_rows: Whether keys and values are quantized as in a KV cache in int8.
-
-    Raises:
-        ModelError: If the blocks cannot be found.
     """
     blocks = find_blocks(model.module, model.num_layers)
     rotations: list[nn.Module] = []

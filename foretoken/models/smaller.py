@@ -40,14 +40,14 @@ def pruned_model(target: LoadedModel, layers: Sequence[int]) -> LoadedModel:
     module: Any = target.module
     names = {id(part): name for name, part in module.named_modules()}
     blocks = [f"{names[id(block)]}." for block in find_blocks(module, target.num_layers)]
-    new_place = {blocks[layer]: blocks[place] for place, layer in enumerate(layers)}
+    new_names = {blocks[layer]: blocks[index] for index, layer in enumerate(layers)}
     weights = {}
     for key, value in module.state_dict().items():
         block = next((name for name in blocks if key.startswith(name)), None)
         if block is None:
             weights[key] = value
-        elif block in new_place:
-            weights[new_place[block] + key.removeprefix(block)] = value
+        elif block in new_names:
+            weights[new_names[block] + key.removeprefix(block)] = value
     with _told(target):
         model = _new(target, _config(target, {}, layers))
         model.load_state_dict(weights, strict=True)
@@ -87,7 +87,7 @@ def fresh_model(target: LoadedModel, sizes: Mapping[str, int], *, seed: int) -> 
     count = sizes.get(_LAYERS, target.num_layers)
     with _told(target), torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = _new(target, _config(target, given, [place % target.num_layers for place in range(count)]))
+        model = _new(target, _config(target, given, [index % target.num_layers for index in range(count)]))
     return _ready(model, target)
 
 

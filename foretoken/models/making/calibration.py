@@ -38,13 +38,8 @@ class Calibration:
     def __init__(self, source: Original, scheme: Scheme, texts: Sequence[Sequence[int]]) -> None:
         """Loads the model in the dtype of its file, and reads the texts once for the arguments of all blocks.
 
-        Args:
-            source: The original.
-            scheme: How weights are quantized.
-            texts: Token ids; each is read alone.
-
-        Raises:
-            ModelError: If transformers cannot load the model, or its blocks are not found.
+        `texts`: token ids; each text is read alone. Raises `ModelError` if transformers cannot load the model, or its
+        blocks are not found.
         """
         name = str(source.directory)
         with foreign_errors_as(
@@ -66,10 +61,10 @@ class Calibration:
 
     def quantized(self, name: str, weight: Tensor) -> Quantized:
         """Quantizes the weight of a linear layer, after those of all blocks before; other layers to nearest."""
-        place = next((i for i, path in enumerate(self._paths) if name.startswith(f"{path}.")), None)
-        if place is None:
+        index = next((i for i, path in enumerate(self._paths) if name.startswith(f"{path}.")), None)
+        if index is None:
             return quantize_linear(name, weight, self._scheme)
-        while self._next <= place:
+        while self._next <= index:
             self._made = self._quantize_block(self._next)
             self._next += 1
         return self._made.pop(name)
@@ -139,16 +134,10 @@ class _Squares:
 
 
 def gptq(name: str, weight: Tensor, squares: Tensor, scheme: Scheme) -> Quantized:
-    """Quantizes a weight so that its outputs change least.
+    """Quantizes a weight (N, K) so that its outputs change least.
 
-    Args:
-        name: Of the weight.
-        weight: (N, K).
-        squares: (K, K) float32, the sum of x x^T over inputs x.
-        scheme: How weights are quantized.
-
-    Raises:
-        ModelError: For weights that are not finite, or inputs whose squares have no inverse.
+    `squares`: (K, K) float32, the sum of x x^T over inputs x. Raises `ModelError` for weights that are not finite, or
+    inputs whose squares have no inverse.
     """
     nearest = quantize_linear(name, weight, scheme)
     least, most = (-8, 7) if scheme.bits == 4 else (-127, 127)

@@ -61,9 +61,9 @@ def quantize_model(model: LoadedModel, quantization: Quantization) -> LoadedMode
             if parameter.dim() < 2:
                 parameter.data = parameter.data.clone()
     for name in [name for name, part in module.named_modules() if type(part) is nn.Linear or is_plain_experts(part)]:
-        module.set_submodule(name, _rounded(module.get_submodule(name), quantization, model, name))
+        module.set_submodule(name, _quantized_part(module.get_submodule(name), quantization, model, name))
     shares_head = is_tied and not is_int4(quantization)
-    _round_embedding(model, embedding, module.get_output_embeddings().matrix if shares_head else None)
+    _quantize_embedding(model, embedding, module.get_output_embeddings().matrix if shares_head else None)
     if not model.is_borrowed:
         gather_weights(module)  # away from the memory that they shared with matrices
     return replace(model, quantization=quantization, first_head_rows=first_rows)
@@ -88,11 +88,8 @@ def _check_layers(model: LoadedModel, quantization: Quantization) -> None:
         )
 
 
-def _round_embedding(model: LoadedModel, embedding: Any, tied: QuantizedMatrix | None) -> None:
-    """Replaces the embedding unless another module has its weight too.
-
-    tied: The weight in 8 bits with a scale a row, if the LM head has it; or None.
-    """
+def _quantize_embedding(model: LoadedModel, embedding: Any, tied: QuantizedMatrix | None) -> None:
+    """Replaces the embedding, by `tied` if the LM head has it in 8 bits, unless another module has its weight too."""
     module: Any = model.module
     others = (part for part in module.modules() if part is not embedding)
     if not is_plain_embedding(embedding) or any(
@@ -101,12 +98,12 @@ def _round_embedding(model: LoadedModel, embedding: Any, tied: QuantizedMatrix |
         return
     names = [name for name, part in module.named_modules(remove_duplicate=False) if part is embedding]
     scale = getattr(embedding, "embed_scale", None)
-    made = _rounded(embedding, "int8", model, names[0]) if tied is None else QuantizedEmbedding(tied, scale)
+    made = _quantized_part(embedding, "int8", model, names[0]) if tied is None else QuantizedEmbedding(tied, scale)
     for name in names:
         module.set_submodule(name, made)
 
 
-def _rounded(
+def _quantized_part(
     part: Any, quantization: Quantization, model: LoadedModel, name: str
 ) -> QuantizedLinear | QuantizedExperts | QuantizedEmbedding:
     try:

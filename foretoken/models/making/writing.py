@@ -141,11 +141,7 @@ def _is_foreign(part: nn.Module) -> bool:
 
 
 def quantize_linear(name: str, weight: Tensor, scheme: Scheme) -> Quantized:
-    """Quantizes a weight (N, K) to nearest, some rows at a time; scales get its dtype, or bfloat16 for float32.
-
-    Raises:
-        ModelError: For NaN and infinity.
-    """
+    """Quantizes a weight (N, K) to nearest, some rows at a time; raises `ModelError` for NaN and infinity."""
     kind = scale_dtype(weight)
 
     def as_stored(scale: Tensor) -> Tensor:
@@ -168,7 +164,7 @@ def packed_words(numbers: Tensor, bits: int) -> Tensor:
 
 
 def scale_dtype(weight: Tensor) -> torch.dtype:
-    """Returns the dtype of a weight's scales; readers convert scales to the dtype that the model runs in."""
+    """Returns the dtype of a weight's scales: its own, or bfloat16 for float32. Readers convert scales anyhow."""
     return weight.dtype if weight.dtype in (torch.bfloat16, torch.float16) else torch.bfloat16
 
 
@@ -179,22 +175,17 @@ def write_quantized(
     settings: Mapping[str, Any],
     quantized: Callable[[str, Tensor], Quantized],
     on_progress: Callable[[int, int], None],
-) -> Path:
+) -> None:
     """Writes a model directory in the format of compressed-tensors.
 
     A file is written whole or not at all, and `config.json` last, so that an unfinished directory is no model. A run
     that finds files of the same source and settings goes on after them.
 
     Args:
-        source: The original.
         out: Directory; a new or empty one, or one of the same run.
-        scheme: How weights are quantized.
         settings: All that decides the numbers, for the record in the directory.
         quantized: Quantizes a weight, by its name in transformers; called block by block.
         on_progress: Gets the number of files that are done and of all.
-
-    Returns:
-        `out`.
 
     Raises:
         ConfigError: If `out` holds something else, or a file cannot be written; the whole files stay.
@@ -236,7 +227,6 @@ def write_quantized(
         values = read_json_object(source.directory / "config.json")
         values["quantization_config"] = _quantization(source, scheme)
         _write(out / "config.json", values)
-    return out
 
 
 def _write(path: Path, values: Mapping[str, Any]) -> None:

@@ -89,13 +89,7 @@ def experts_of(linear: str) -> str | None:
 def linear_shapes(shapes: Mapping[str, tuple[int, ...]], num_tensors: int, name: str) -> dict[str, tuple[int, ...]]:
     """Returns the shapes of weights of transformers with those of each expert apart.
 
-    Args:
-        shapes: By name.
-        num_tensors: How many tensors the files have.
-        name: Of the model.
-
-    Raises:
-        ModelError: For a layer with more experts than the files have tensors.
+    Raises `ModelError` for a layer of the model `name` with more experts than its files have tensors.
     """
     found: dict[str, tuple[int, ...]] = {}
     for key, shape in shapes.items():

@@ -42,7 +42,7 @@ class _Settings(QuantizationConfigMixin):
         self.linears, self.embedding = linears, embedding
 
 
-class _Place(nn.Module):
+class _LinearStub(nn.Module):
     """Stands where a `QuantizedLinear` will, with its bias."""
 
     def __init__(self, linear: nn.Linear) -> None:
@@ -51,7 +51,7 @@ class _Place(nn.Module):
         self.bias = linear.bias
 
 
-class _ExpertsPlace(nn.Module):
+class _ExpertsStub(nn.Module):
     """Stands where `QuantizedExperts` will."""
 
     def __init__(self, experts: Any) -> None:
@@ -72,8 +72,8 @@ class _Quantizer(HfQuantizer):
             owner = experts_of(name)
             if owner is not None and isinstance(experts := _submodule(model, owner), nn.Module):
                 if is_plain_experts(experts):
-                    model.set_submodule(owner, _ExpertsPlace(experts))
-                if isinstance(_submodule(model, owner), _ExpertsPlace):
+                    model.set_submodule(owner, _ExpertsStub(experts))
+                if isinstance(_submodule(model, owner), _ExpertsStub):
                     continue
             part = _submodule(model, name)
             if type(part) is not nn.Linear:
@@ -81,7 +81,7 @@ class _Quantizer(HfQuantizer):
                     f"{name} is in integers, but the architecture has no plain linear layer there. Copy or download "
                     "the model again."
                 )
-            model.set_submodule(name, _Place(part))
+            model.set_submodule(name, _LinearStub(part))
         if settings.embedding is not None:
             # The module stays until transformers has set its buffers; `build` gives it a table of one row meanwhile.
             table = model.get_submodule(settings.embedding)
@@ -129,14 +129,13 @@ def build(stored: StoredModel, name: str, dtype: torch.dtype) -> tuple[Any, Mapp
             )
         return found
 
-    places = {owner for linear in stored.linears if (owner := experts_of(linear)) is not None}
-    for owner in sorted(places):
+    for owner in sorted({owner for linear in stored.linears if (owner := experts_of(linear)) is not None}):
         module.set_submodule(owner, _experts(owner, module.get_submodule(owner), stored.linears, matrix, name))
     for linear in sorted(stored.linears):
         if experts_of(linear) is None:
-            place: Any = module.get_submodule(linear)
-            made = matrix(linear, place.out_features, place.in_features)
-            module.set_submodule(linear, QuantizedLinear(made, place.bias))
+            stub: Any = module.get_submodule(linear)
+            made = matrix(linear, stub.out_features, stub.in_features)
+            module.set_submodule(linear, QuantizedLinear(made, stub.bias))
     if stored.embedding is not None:
         replaced: Any = module.get_submodule(stored.embedding)
         table = matrix(stored.embedding, replaced.num_embeddings, replaced.embedding_dim)
@@ -178,14 +177,14 @@ def _unpacked_weights(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _experts(
-    owner: str, place: Any, linears: frozenset[str], matrix: Callable[[str, int, int], QuantizedMatrix], name: str
+    owner: str, stub: Any, linears: frozenset[str], matrix: Callable[[str, int, int], QuantizedMatrix], name: str
 ) -> QuantizedExperts:
-    hidden, inner = place.hidden_size, place.inner_size
-    wanted = [[f"{owner}.{expert}.{part}" for part in PARTS] for expert in range(place.count)]
+    hidden, inner = stub.hidden_size, stub.inner_size
+    wanted = [[f"{owner}.{expert}.{part}" for part in PARTS] for expert in range(stub.count)]
     odd = {each for expert in wanted for each in expert} ^ {each for each in linears if experts_of(each) == owner}
     if odd:
         raise ModelError(
-            f"'{name}' should have {place.count} experts in {owner}, all in integers, as its configuration says. "
+            f"'{name}' should have {stub.count} experts in {owner}, all in integers, as its configuration says. "
             f"Missing, or more than that: {listed(odd)}. Copy or download the model again."
         )
     try:
@@ -196,7 +195,7 @@ def _experts(
             f"the experts in {owner} of '{name}' are not stored alike: they differ in bits, groups or the order of "
             "inputs. Such checkpoints cannot be read."
         ) from err
-    return QuantizedExperts(gate_up, down, place.act_fn)
+    return QuantizedExperts(gate_up, down, stub.act_fn)
 
 
 def _refusal(name: str, error: Exception) -> str:

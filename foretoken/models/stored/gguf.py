@@ -46,17 +46,17 @@ _EXPERTS = re.compile(r"(.*\.mlp\.experts)\.(?:gate|up|down)_proj\.(weight|bias)
 def open_gguf(path: Path) -> StoredModel:
     """Opens a GGUF file, or a split model by its first file; its tensors are read later, one at a time.
 
-    Matrices in the types of `gguf_blocks.FORMATS` keep their integers and scales; F32, F16 and BF16 are read as they
-    are. If there is no LM head, the LM head shares a quantized embedding's integers.
-
-    Raises:
-        ModelError: If the file is damaged or incomplete, or the architecture or the type of a tensor is not known.
+    Raises `ModelError` if the file is damaged or incomplete, or the architecture or the type of a tensor is not known.
     """
     return stored_model(read_settings(read_gguf(path)))
 
 
 def stored_model(settings: Settings) -> StoredModel:
-    """Returns the model of a file that was opened; as `open_gguf`."""
+    """Returns the model of a file that was opened.
+
+    Matrices in the types of `gguf_blocks.FORMATS` keep their integers and scales; F32, F16 and BF16 are read as they
+    are. If there is no LM head, the LM head shares a quantized embedding's integers.
+    """
     file, architecture, config = settings.file, settings.architecture, settings.config()
     names = _tensor_names(file, architecture)
     embedding = file.tensors.get("token_embd.weight")

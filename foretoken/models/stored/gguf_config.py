@@ -163,11 +163,7 @@ class Settings(NamedTuple):
 
 
 def read_settings(file: GgufFile) -> Settings:
-    """Returns the settings of a file.
-
-    Raises:
-        ModelError: For an architecture or a setting that is not known, and for one that is missing.
-    """
+    """Returns the settings of a file; raises `ModelError` for unknown architectures, and unknown or missing settings."""
     values = _Values(file)
     architecture, vocabulary = values.architecture, read_vocabulary(file)
     ends = vocabulary.ends
@@ -241,10 +237,7 @@ def _without_next_token_layers(values: _Values, file: GgufFile, fields: dict[str
 
 
 def _with_split_tensors(file: GgufFile, sizes: list[int]) -> GgufFile:
-    """Returns a file with tensors that may be joined apart: queries, keys and values, and gates of experts.
-
-    sizes: Rows of queries, keys and values.
-    """
+    """Returns a file without joined tensors: of queries, keys and values, which have `sizes` rows, and of experts."""
     tensors: dict[str, StoredTensor] = {}
     for name, stored in file.tensors.items():
         rows = stored.shape[-2 if stored.is_matrix else -1]

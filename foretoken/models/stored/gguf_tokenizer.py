@@ -87,8 +87,7 @@ class GgufVocabulary:
 def read_vocabulary(file: GgufFile) -> GgufVocabulary:
     """Returns the vocabulary of a file; if the file has no tokens, the ids that it names all the same.
 
-    Raises:
-        ModelError: If the vocabulary is of an unknown kind, or damaged.
+    Raises `ModelError` if the vocabulary is of an unknown kind, or damaged.
     """
     model, tokens = file.values.get(_MODEL), _tokens(file)
     defaults = _DEFAULT_IDS.get(model) if isinstance(model, str) else None
@@ -320,8 +319,7 @@ class _Given:
 def build_tokenizer(file: GgufFile, vocabulary: GgufVocabulary) -> transformers.PreTrainedTokenizerFast:
     """Returns the tokenizer of a vocabulary, with the file's chat template.
 
-    Raises:
-        ModelError: If the split before merges is not known, or scores or merges are missing.
+    Raises `ModelError` if the split before merges is not known, or scores or merges are missing.
     """
     build = _sentence_pieces if vocabulary.model == "llama" else _byte_pairs
     backend, adds_bos = build(file, vocabulary)
