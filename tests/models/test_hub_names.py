@@ -1,18 +1,82 @@
-"""Models of the hub by name, from a hub on this machine: what is fetched, what is kept, and what is said without it."""
+"""Models of the hub by name, from a small hub on this machine: what is fetched, kept, and said without it."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
 from gguf_files import write_header
-from hub_server import COMMIT, Hub, hub
+
+COMMIT = "c" * 40
+_INFO = re.compile(r"/api/models/([\w.-]+/[\w.-]+)(?:/revision/(\w+))?")
+_FILE = re.compile(r"/([\w.-]+/[\w.-]+)/resolve/(\w+)/(.+)")
+
+
+class Hub(ThreadingHTTPServer):
+    """Serves `root/OWNER/NAME` at the revisions main and COMMIT; `asked` has the paths of all requests."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(("127.0.0.1", 0), _Answers)
+        self.root, self.asked = root, list[str]()
+
+    @property
+    def url(self) -> str:
+        """The value of HF_ENDPOINT."""
+        return f"http://127.0.0.1:{self.server_port}"
+
+
+class _Answers(BaseHTTPRequestHandler):
+    server: Hub
+
+    def do_GET(self) -> None:
+        self.server.asked.append(f"{self.command} {self.path}")
+        if match := _INFO.fullmatch(self.path.partition("?")[0]):
+            self._info(match[1], match[2] or "main")
+        elif match := _FILE.fullmatch(self.path):
+            self._file(self.server.root / match[1], match[2], match[3])
+        else:
+            self._refuse("EntryNotFound")
+
+    do_HEAD = do_GET  # noqa: N815
+
+    def log_message(self, *_: object) -> None:
+        """Prints nothing."""
+
+    def _info(self, name: str, revision: str) -> None:
+        folder = self.server.root / name
+        if not folder.is_dir() or revision not in ("main", COMMIT):
+            return self._refuse("RevisionNotFound" if folder.is_dir() else "RepoNotFound")
+        files = [{"rfilename": each.relative_to(folder).as_posix()} for each in folder.rglob("*") if each.is_file()]
+        return self._send(json.dumps({"id": name, "sha": COMMIT, "siblings": files}).encode())
+
+    def _file(self, folder: Path, revision: str, name: str) -> None:
+        if revision not in ("main", COMMIT) or not (folder / name).is_file():
+            return self._refuse("EntryNotFound" if folder.is_dir() else "RepoNotFound")
+        content = (folder / name).read_bytes()
+        return self._send(content, {"X-Repo-Commit": COMMIT, "ETag": f'"{hashlib.sha256(content).hexdigest()}"'})
+
+    def _send(self, content: bytes, headers: dict[str, str] | None = None, code: int = 200) -> None:
+        self.send_response(code)
+        for key, value in {"Content-Length": str(len(content)), **(headers or {})}.items():
+            self.send_header(key, value)
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(content)
+
+    def _refuse(self, why: str) -> None:
+        self._send(b"", {"X-Error-Code": why, "X-Error-Message": why}, 404)
+
 
 LOOK = """
 import json, sys, time
@@ -32,7 +96,7 @@ NOWHERE = "http://127.0.0.1:9"  # no program listens there
 
 
 def resolved(home: Path, endpoint: str, *names: str | tuple[str, str], **environment: str) -> list[Any]:
-    """Places of names, or errors with their seconds, as a process without local models finds them."""
+    """Paths of names, or errors with their seconds, as a process without local models finds them."""
     asked = [(each, None) if isinstance(each, str) else each for each in names]
     paths = os.pathsep.join(str(Path(path).resolve()) for path in sys.path)
     own = {"HF_ENDPOINT": endpoint, "HF_HOME": str(home / "hf"), "HOME": str(home), "PYTHONPATH": paths}
@@ -61,9 +125,14 @@ def repositories(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def server(repositories: Path) -> Any:
-    with hub(repositories) as running:
-        yield running
+def server(repositories: Path) -> Iterator[Hub]:
+    server = Hub(repositories)
+    thread = threading.Thread(target=server.serve_forever, args=(0.02,))
+    thread.start()
+    yield server
+    server.shutdown()
+    thread.join()
+    server.server_close()
 
 
 @pytest.fixture(scope="module")

@@ -163,7 +163,7 @@ class Settings(NamedTuple):
 
 
 def read_settings(file: GgufFile) -> Settings:
-    """Returns the settings of a file; raises `ModelError` for unknown architectures, and unknown or missing settings."""
+    """Returns the settings of a file; raises `ModelError` for unknown architectures, unknown and missing settings."""
     values = _Values(file)
     architecture, vocabulary = values.architecture, read_vocabulary(file)
     ends = vocabulary.ends
