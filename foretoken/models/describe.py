@@ -28,13 +28,12 @@ from foretoken.models.config import (
     read_twin_record,
 )
 from foretoken.models.names import is_gguf
-from foretoken.models.stored.gguf_header import read_headers
+from foretoken.models.stored.gguf_header import StoredTensor, read_headers
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
     from foretoken.models.names import LocalModel
-    from foretoken.models.stored.gguf_file import StoredTensor
 
 _PLAIN_SIZES = ("num_hidden_layers", "hidden_size", "vocab_size", "max_position_embeddings")
 _PLAIN_TENSORS = ("model.layers.", "model.embed_tokens.", "model.norm.", "lm_head.")

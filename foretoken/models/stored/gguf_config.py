@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from foretoken.models.stored.gguf_file import GgufFile, StoredTensor
+    from foretoken.models.stored.gguf_file import GgufFile
+    from foretoken.models.stored.gguf_header import StoredTensor
 
 _LAYERS_OF_EXAONE4_32B = 64  # llama.cpp recognises these models by their layers too
 _LAYERS_OF_27B = {"gemma2": 46, "gemma3": 62}

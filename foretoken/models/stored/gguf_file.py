@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from itertools import pairwise
 from math import prod
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -19,7 +19,7 @@ from foretoken.core.errors import ModelError
 from foretoken.decoder.native_storage import can_store_blocks, store_blocks
 from foretoken.decoder.quantized import QuantizedMatrix
 from foretoken.models.stored.gguf_blocks import FORMATS
-from foretoken.models.stored.gguf_header import GgufHeader, damaged, opened, read_headers
+from foretoken.models.stored.gguf_header import DENSE_TYPES, GgufHeader, StoredTensor, damaged, opened, read_headers
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -28,43 +28,7 @@ if TYPE_CHECKING:
     from foretoken.models.stored.gguf_blocks import Unpacked
 
 _WEIGHTS_AT_ONCE = 1 << 20  # unpacked at once; a choice: some 12 MiB with temporaries
-_DENSE = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-
-
-class StoredTensor(NamedTuple):
-    """Where a tensor lies in a file; its type as llama.cpp names it, and its shape from the rows on.
-
-    `stride`: bytes from one matrix of a tensor (matrices, rows, cols) to the next; 0 if they are side by side.
-    `file`: the index of the part of a split model.
-    """
-
-    type_name: str
-    shape: tuple[int, ...]
-    start: int
-    num_bytes: int
-    stride: int = 0
-    file: int = 0
-
-    @property
-    def is_quantized(self) -> bool:
-        """Whether it is stored in integers."""
-        return self.type_name in FORMATS
-
-    @property
-    def is_matrix(self) -> bool:
-        """Whether it has rows."""
-        return len(self.shape) > 1
-
-    def split_rows(self, counts: Sequence[int]) -> Iterator[StoredTensor]:
-        """Yields tensors of `counts` rows each, or numbers of a vector, one after another in this one."""
-        axis = len(self.shape) - (2 if self.is_matrix else 1)
-        matrices, rows = prod(self.shape[:axis]), self.shape[axis]
-        row_bytes, start = self.num_bytes // (matrices * rows), self.start
-        for count in counts:
-            shape = (*self.shape[:axis], count, *self.shape[axis + 1 :])
-            stride = 0 if matrices == 1 else rows * row_bytes
-            yield StoredTensor(self.type_name, shape, start, matrices * count * row_bytes, stride, self.file)
-            start += count * row_bytes
+_DENSE = dict(zip(DENSE_TYPES, (torch.float32, torch.float16, torch.bfloat16), strict=True))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -221,13 +185,13 @@ def read_gguf(path: Path) -> GgufFile:
     headers, tensors = read_headers(path), dict[str, StoredTensor]()
     for index, header in enumerate(headers):
         own = {}
-        for name, (kind, shape, start) in header.tensors.items():
-            num_bytes = _num_bytes(header.path, name, kind, shape)
-            if start + num_bytes > header.num_bytes:
+        for name, each in header.tensors.items():
+            num_bytes = _num_bytes(header.path, name, each.type_name, each.shape)
+            if each.start + num_bytes > header.num_bytes:
                 raise damaged(header.path, f"the file ends before the data of {name}")
             if name in tensors:
                 raise damaged(header.path, f"{name} is in an earlier part too")
-            own[name] = StoredTensor(kind, shape, start, num_bytes, file=index)
+            own[name] = each._replace(num_bytes=num_bytes, file=index)
         for one, other in pairwise(sorted(own, key=lambda name: own[name].start)):
             if own[other].start < own[one].start + own[one].num_bytes:
                 raise damaged(header.path, f"the data of {one} and {other} overlap")

@@ -10,6 +10,7 @@ import struct
 from collections import deque
 from contextlib import contextmanager
 from dataclasses import dataclass
+from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -20,7 +21,7 @@ from foretoken.files.bounded_reads import check_regular
 from foretoken.models.names import part_names
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
     from pathlib import Path
     from typing import BinaryIO
 
@@ -38,14 +39,43 @@ _TYPES = (
     *("I32", "I64", "F64", "IQ1_M", "BF16", "Q4_0_4_4", "Q4_0_4_8", "Q4_0_8_8", "TQ1_0", "TQ2_0", "IQ4_NL_4_4"),
     *("IQ4_NL_4_8", "IQ4_NL_8_8", "MXFP4", "NVFP4", "Q1_0", "Q2_0"),
 )  # by their numbers in files
+DENSE_TYPES = ("F32", "F16", "BF16")
 
 
-class TensorPlace(NamedTuple):
-    """A tensor's type as llama.cpp names it, its shape from the rows on, and its first byte in the file."""
+class StoredTensor(NamedTuple):
+    """Where a tensor lies in a file; its type as llama.cpp names it, and its shape from the rows on.
+
+    `num_bytes`: filled in by `read_gguf`, like `file`, the index of the part of a split model. `stride`: bytes from one
+    matrix of a tensor (matrices, rows, cols) to the next; 0 if they are side by side.
+    """
 
     type_name: str
     shape: tuple[int, ...]
     start: int
+    num_bytes: int = 0
+    stride: int = 0
+    file: int = 0
+
+    @property
+    def is_quantized(self) -> bool:
+        """Whether it is stored in integers."""
+        return self.type_name not in DENSE_TYPES
+
+    @property
+    def is_matrix(self) -> bool:
+        """Whether it has rows."""
+        return len(self.shape) > 1
+
+    def split_rows(self, counts: Sequence[int]) -> Iterator[StoredTensor]:
+        """Yields tensors of `counts` rows each, or numbers of a vector, one after another in this one."""
+        axis = len(self.shape) - (2 if self.is_matrix else 1)
+        matrices, rows = prod(self.shape[:axis]), self.shape[axis]
+        row_bytes, start = self.num_bytes // (matrices * rows), self.start
+        for count in counts:
+            shape = (*self.shape[:axis], count, *self.shape[axis + 1 :])
+            stride = 0 if matrices == 1 else rows * row_bytes
+            yield StoredTensor(self.type_name, shape, start, matrices * count * row_bytes, stride, self.file)
+            start += count * row_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +92,7 @@ class GgufHeader:
     path: Path
     version: tuple[int, ...]
     values: dict[str, Any]
-    tensors: dict[str, TensorPlace]
+    tensors: dict[str, StoredTensor]
 
     @property
     def num_bytes(self) -> int:
@@ -131,7 +161,7 @@ def _read_header(path: Path) -> GgufHeader:
         for _ in range(num_values):
             key = cursor.name(values)
             values[key] = cursor.value()
-        found: dict[str, TensorPlace] = {}
+        found: dict[str, StoredTensor] = {}
         for _ in range(num_tensors):
             name = cursor.name(found)
             found[name] = cursor.tensor()
@@ -234,14 +264,14 @@ class _Cursor:
         # The shortest decimal fraction that rounds to the float32: 1e-06 instead of 9.999999974752427e-07.
         return float(str(np.float32(number))) if kind == 6 else number
 
-    def tensor(self) -> TensorPlace:
+    def tensor(self) -> StoredTensor:
         """Reads a tensor's type, shape and place in the data, after its name."""
         dimensions = self.number("I")
         if not 0 < dimensions <= 4:
             raise self.damaged(f"a tensor has {dimensions} dimensions")
         shape = tuple(self.number("Q") for _ in range(dimensions))[::-1]
         kind, offset = self.number("I"), self.number("Q")
-        return TensorPlace(_TYPES[kind] if kind < len(_TYPES) else f"type {kind}", shape, offset)
+        return StoredTensor(_TYPES[kind] if kind < len(_TYPES) else f"type {kind}", shape, offset)
 
 
 @contextmanager
