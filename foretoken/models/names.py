@@ -181,7 +181,7 @@ def _hub_caches() -> list[Path]:
 
 
 def _snapshot(repository: str, revision: str | None = None) -> Path | None:
-    """Returns the directory of a repository's files in the hub's cache, some of which may be missing; or None."""
+    """Returns the directory of a repository's files in the hub's cache, or None; some files may be missing."""
     for cache in _hub_caches():
         kept = cache / f"models--{repository.replace('/', '--')}"
         try:
@@ -292,7 +292,7 @@ def resolve_model(name: str | os.PathLike[str], revision: str | None = None, *, 
         refuse_missing(name)
     if not uses_hub:
         return name
-    return _of_hub(name, hub["repository"], hub["tag"], revision)
+    return _hub_model(name, hub["repository"], hub["tag"], revision)
 
 
 def is_hub_id(name: str) -> bool:
@@ -378,7 +378,7 @@ def _tagged(files: Sequence[str], tag: str, where: str) -> str:
     return found
 
 
-def _of_hub(name: str, repository: str, tag: str | None, revision: str | None) -> str:
+def _hub_model(name: str, repository: str, tag: str | None, revision: str | None) -> str:
     kept = _snapshot(repository, revision)
     kept_names = [] if kept is None else _files_below(kept)
     found = None if tag is None else with_tag(main_files(kept_names), tag)

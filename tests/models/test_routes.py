@@ -5,7 +5,6 @@ No kernel reads them on accelerators, and in dtypes that kernels do not take.
 
 from __future__ import annotations
 
-import json
 import logging
 from importlib.util import find_spec
 from pathlib import Path
@@ -14,11 +13,12 @@ from typing import Any
 import pytest
 import torch
 from gguf import GGMLQuantizationType as Type
-from models.gguf_files import SMALL, tiny_file, write
+from models.gguf_files import SMALL, tiny_file, write, written
 from models.integer_checkpoints import Scheme, small_config
 from models.integer_checkpoints import write as write_checkpoint
+from models.model_files import edit_config, refusal
 from models.test_gguf import WIDE
-from models.test_gguf_experts import mixed, written
+from models.test_gguf_experts import mixed
 from tiny_models import tiny_model
 
 from foretoken import LLM, SamplingParams
@@ -27,14 +27,15 @@ from foretoken.decoder.native_storage import can_store_blocks
 from foretoken.decoder.quantized import QuantizedLinear
 from foretoken.models.loaded import LoadedModel
 from foretoken.models.loading import load_model
+from models import test_gguf_experts
 
 PROMPTS = [[5, 6, 7, 8, 5, 6, 7, 8], [*range(3, 40)]]
 _W8A8 = {"format": "int-quantized", "inputs": True}
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 
 
-def texts(model: Any, **options: Any) -> list[list[int]]:
-    outputs = LLM(model, **options).generate(PROMPTS, GREEDY)
+def texts(model: Any, prompts: Any = PROMPTS, params: Any = GREEDY, **options: Any) -> list[list[int]]:
+    outputs = LLM(model, **options).generate(prompts, params)
     return [list(output.outputs[0].token_ids) for output in outputs]
 
 
@@ -63,11 +64,8 @@ def test_weights_in_integers_are_in_bfloat16_on_a_cpu(tmp_path: Path, monkeypatc
     assert dtypes() == [torch.float32] * 3
 
 
-def test_a_gguf_file_in_another_dtype_is_the_dequantized_model(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    path, model = tmp_path / "model.gguf", tiny_model("llama", **SMALL)
-    model.load_state_dict(write(path, model, matrices=Type.Q4_0, tied=True))
+def test_a_gguf_file_in_another_dtype_is_the_dequantized_model(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = written(path, tiny_model("llama", **SMALL), matrices=Type.Q4_0, tied=True)
     with caplog.at_level(logging.INFO, "foretoken"):
         loaded = load_model(path, dtype="float64")
     assert (loaded.dtype, loaded.quantization, loaded.lean) == (torch.float64, None, None)
@@ -81,18 +79,18 @@ def test_a_gguf_file_in_another_dtype_is_the_dequantized_model(
     assert texts(loaded) == texts(path, dtype="float64", speculative_config="ngram") == expected
 
 
-def test_experts_and_offsets_are_unpacked_too(tmp_path: Path) -> None:
+def test_experts_and_offsets_are_unpacked_too(path: Path) -> None:
     sizes = SMALL | {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 2}
-    reference = written(tmp_path / "model.gguf", "mixtral", sizes, matrices=mixed)
-    module = load_model(tmp_path / "model.gguf", dtype="float16").module
+    reference = test_gguf_experts.written(path, "mixtral", sizes, matrices=mixed)
+    module = load_model(path, dtype="float16").module
     for key, weight in reference.state_dict().items():
         torch.testing.assert_close(module.state_dict()[key], weight.half(), rtol=1e-3, atol=1e-7, msg=key)
 
 
-def test_an_accelerator_gets_bfloat16(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_accelerator_gets_bfloat16(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The device "meta" has shapes, dtypes and places, and no numbers."""
     monkeypatch.setattr("foretoken.models.loading.resolve_device", torch.device)
-    loaded = load_model(tiny_file(tmp_path / "model.gguf"), device="meta")
+    loaded = load_model(tiny_file(path), device="meta")
     assert (loaded.dtype, loaded.device.type, loaded.quantization) == (torch.bfloat16, "meta", None)
     assert {each.device.type for each in loaded.module.buffers()} == {"meta"}
 
@@ -147,27 +145,21 @@ def test_compressed_tensors_on_an_accelerator_are_read_by_its_library(
     ],
 )
 def test_a_missing_library_is_named(
-    settings: dict[str, Any], package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    settings: dict[str, Any], package: str, directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("accelerate")
     if find_spec(package) is not None:
         pytest.skip(f"{package} is installed")
-    tiny_model("llama").save_pretrained(tmp_path)
-    config = tmp_path / "config.json"
-    config.write_text(json.dumps(json.loads(config.read_text()) | {"quantization_config": settings}))
+    edit_config(directory, quantization_config=settings)
     monkeypatch.setattr("foretoken.models.loading.runs_cpu_kernels", lambda device: False)
-    with pytest.raises(ModelError) as caught:
-        load_model(str(tmp_path))
-    message = str(caught.value)
-    assert f"'{tmp_path}' is stored in a format that transformers reads with a library that is missing: " in message
+    message = refusal(directory)
+    assert f"'{directory}' is stored in a format that transformers reads with a library that is missing: " in message
     assert package in message
     assert "docs/runners.md" in message
 
 
-pytestmark = pytest.mark.native
-PROMPTS = [[5, 6, 7, 8, 5, 6, 7, 8], [9, 9, 4], [*range(3, 40)]]
-PARAMS = [
-    SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True),
+SAMPLED = [
+    GREEDY,
     SamplingParams(temperature=0.8, seed=1, max_tokens=30, ignore_eos=True),
     SamplingParams(temperature=0.9, seed=2, max_tokens=30, top_p=0.9, ignore_eos=True),
 ]
@@ -178,8 +170,7 @@ def gguf_file(path: Path, matrices: Type = Type.Q4_K) -> str:
     return str(path)
 
 
-def directory(path: Path) -> str:
-    path.mkdir()
+def compressed(path: Path) -> str:
     checkpoint(path, Scheme("compressed-tensors", group=32))
     return str(path)
 
@@ -188,29 +179,28 @@ def input_bits(model: LoadedModel) -> set[int]:
     return {part.matrix.input_bits for part in model.module.modules() if isinstance(part, QuantizedLinear)}
 
 
-@pytest.mark.parametrize("make", [gguf_file, directory])
-def test_text_with_drafts_is_text_without(make: Any, tmp_path: Path) -> None:
-    name, texts = make(tmp_path / "model.gguf"), []
-    plain = LLM(name, max_num_seqs=3)
-    for config in (
-        None,
-        {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1},
-        {"method": "suffix"},
-    ):
-        llm = LLM(name, quantization="a8", speculative_config=config, max_num_seqs=3)
-        assert str(llm.target.model.quantization) == f"{plain.target.model.quantization}, inputs of 8 bits"
-        assert (input_bits(llm.target.model), llm.target.model.dtype) == ({8}, torch.bfloat16)
-        texts.append([each.outputs[0].token_ids for each in llm.generate(PROMPTS, PARAMS)])
-    assert texts[0] == texts[1] == texts[2]
-    assert input_bits(plain.target.model) == {16}
+@pytest.mark.native
+@pytest.mark.parametrize("make", [gguf_file, compressed])
+def test_text_with_drafts_is_text_without(make: Any, path: Path) -> None:
+    name = make(path)
+    plain, quantized = (LLM(name, quantization=each, max_num_seqs=3).target.model for each in (None, "a8"))
+    assert str(quantized.quantization) == f"{plain.quantization}, inputs of 8 bits"
+    assert (input_bits(plain), input_bits(quantized), quantized.dtype) == ({16}, {8}, torch.bfloat16)
+    ngram = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1}
+    expected, *found = (
+        texts(name, [*PROMPTS, [9, 9, 4]], SAMPLED, quantization="a8", speculative_config=config, max_num_seqs=3)
+        for config in (None, ngram, {"method": "suffix"})
+    )
+    assert found == [expected] * 2
 
 
-def test_passes_take_rounded_inputs(tmp_path: Path) -> None:
+@pytest.mark.native
+def test_passes_take_rounded_inputs(path: Path) -> None:
     """Logits are near those of inputs as they are, and others."""
-    name, params = gguf_file(tmp_path / "model.gguf"), SamplingParams(max_tokens=1, prompt_logprobs=0)
+    name, params = gguf_file(path), SamplingParams(max_tokens=1, prompt_logprobs=0)
 
     def scores(**options: Any) -> torch.Tensor:
-        rows = LLM(name, **options).generate(PROMPTS[2:], params)[0].prompt_logprobs or []
+        rows = LLM(name, **options).generate(PROMPTS[1:], params)[0].prompt_logprobs or []
         return torch.tensor([next(iter(row.values())).logprob for row in rows if row is not None])
 
     exact, usual, narrow = scores(dtype="float32"), scores(), scores(quantization="a8")
@@ -226,6 +216,6 @@ def test_passes_take_rounded_inputs(tmp_path: Path) -> None:
         (lambda path: tiny_model("llama"), {}, "is in memory. Expected the name of a model"),
     ],
 )
-def test_refusals(make: Any, options: dict[str, Any], message: str, tmp_path: Path) -> None:
+def test_refusals(make: Any, options: dict[str, Any], message: str, path: Path) -> None:
     with pytest.raises(ForetokenError, match=f"quantization 'a8' was asked for.*{message}"):
-        LLM(make(tmp_path / "model.gguf"), quantization="a8", **options)
+        LLM(make(path), quantization="a8", **options)
