@@ -192,9 +192,9 @@ def check_readable(directory: Path) -> None:
 
 
 def indexed_files(index: Path) -> list[Path]:
-    """Returns the weight files that an index names, sorted; raises `ModelError` if it or a file is missing.
+    """Returns the weight files that an index names, sorted.
 
-    Files outside the index's directory also raise `ModelError`.
+    Raises `ModelError` if the index or a file is missing, or a file lies outside the index's directory.
     """
     weight_map = read_json_object(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:

@@ -303,7 +303,7 @@ def is_hub_id(name: str) -> bool:
     hub = _HUB_NAME.fullmatch(name)
     if hub is None or hub["repository"] != name or os.path.exists(name) or is_gguf(name):  # noqa: PTH110 - as above
         return False
-    # A parent that exists: misspelt.
+    # If the parent exists, the name is a misspelt path.
     return not _is_directory(Path(name).parent) if "/" in name else not _models_in(Path())
 
 

@@ -169,7 +169,9 @@ def _inverse_root(name: str, squares: Tensor) -> Tensor:
     inverse: Tensor
     inverse, failed_too = torch.linalg.cholesky_ex(torch.cholesky_inverse(lower), upper=True)
     if failed.any() or failed_too.any() or not inverse.isfinite().all():
-        raise ModelError(f"the inputs of {name} on the text have no inverse. Expected finite ones, of more texts.")
+        raise ModelError(
+            f"GPTQ cannot quantize {name}: its inputs on the text have no inverse. Expected finite inputs. Pass more text."
+        )
     return inverse
 
 

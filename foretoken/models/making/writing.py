@@ -261,7 +261,7 @@ def _quantization(source: Original, scheme: Scheme) -> dict[str, Any]:
         "output_activations": None,
     }  # fmt: skip
     has_experts = any(experts_of(name.removesuffix(".weight")) is not None for name in source.linears.values())
-    routers = [r"re:.*\.gate$"] if has_experts else []  # vLLM's are linear layers
+    routers = [r"re:.*\.gate$"] if has_experts else []  # in vLLM, routers are linear layers
     return {
         "quant_method": "compressed-tensors", "quantization_status": "compressed", "ignore": ["lm_head", *routers],
         "format": "int-quantized" if scheme.rounds_inputs else "pack-quantized", "kv_cache_scheme": None,

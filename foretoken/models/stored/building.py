@@ -1,7 +1,7 @@
 """Builds the transformers model of a checkpoint whose matrices are in integers (`StoredModel`), and unpacks it.
 
-The model is built without its matrices, which are read one at a time: it is never in memory in its dtype, unless
-something needs weights that are no integers.
+The model is built without its matrices, which are read one at a time. All weights are in memory in the model's dtype
+only if `unpacked` is called.
 """
 
 from __future__ import annotations

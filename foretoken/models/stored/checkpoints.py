@@ -130,7 +130,7 @@ class _Files:
                 self.headers[key], self._paths[key], self.own_names[key] = header, path, own_name
 
     def owners(self, part: str) -> list[str]:
-        """Returns the modules that have a tensor of a name."""
+        """Returns the modules that have a tensor called `part`."""
         return [owner for owner, _, own in (key.rpartition(".") for key in self.headers) if own == part and owner]
 
     def read(self, key: str) -> Tensor:

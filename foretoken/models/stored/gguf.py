@@ -193,7 +193,7 @@ _ROPES = {"default", "linear", "llama3"}  # whose tables `LeanFile` computes
 
 @dataclass(frozen=True, kw_only=True)
 class LeanFile:
-    """A file whose weights lean decoders can have.
+    """A GGUF file that lean decoders read without transformers.
 
     Attributes:
         settings: Of an architecture that is known here, with all tensors in their shapes.

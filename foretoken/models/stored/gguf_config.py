@@ -293,7 +293,7 @@ def _rope(values: _Values, file: GgufFile, head_dim: int) -> dict[str, Any]:
 
 
 def _scaling(values: _Values, file: GgufFile, rotated: int, theta: float) -> dict[str, Any]:
-    """Returns what changes the angles of positions; {} for nothing."""
+    """Returns the entries of `rope_parameters` that scale positions; {} without scaling."""
     factor = values.own.get("rope.scaling.factor", values.own.get("rope.scale_linear"))
     kind = values.own.get("rope.scaling.type", "linear" if factor not in (None, 0, 1) else "none")
     has_factors = any(name in file.tensors for name in LONG_ROPE_FACTORS)

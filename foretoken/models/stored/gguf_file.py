@@ -75,7 +75,7 @@ class GgufFile:
         return sum(each.num_bytes for each in self.tensors.values()) / max(1, self.num_weights)
 
     def bytes_in_memory(self, name: str, dtype: torch.dtype) -> int:
-        """Returns the bytes that a tensor takes as a matrix in integers, or in a dtype."""
+        """Returns the bytes of a tensor in memory: as a `QuantizedMatrix`, or in a dtype if it is not quantized."""
         stored = self.tensors[name]
         if not stored.is_quantized:
             return prod(stored.shape) * dtype.itemsize

@@ -67,7 +67,7 @@ class StoredTensor(NamedTuple):
         return len(self.shape) > 1
 
     def split_rows(self, counts: Sequence[int]) -> Iterator[StoredTensor]:
-        """Yields tensors of `counts` rows each, or numbers of a vector, one after another in this one."""
+        """Splits the rows, or the numbers of a vector, into tensors of `counts` rows each."""
         axis = len(self.shape) - (2 if self.is_matrix else 1)
         matrices, rows = prod(self.shape[:axis]), self.shape[axis]
         row_bytes, start = self.num_bytes // (matrices * rows), self.start

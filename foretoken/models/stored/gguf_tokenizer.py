@@ -230,7 +230,7 @@ _ASIAN = (
     r"\x{0E40}-\x{0E7F}\x{0E80}-\x{0EFF}\x{1780}-\x{17FF}\x{1000}-\x{109F}\x{AA60}-\x{AA7F}\x{A9E0}-\x{A9FF}"
     r"\x{AC00}-\x{D7AF}\x{1100}-\x{11FF}]+"
 )
-# Letters with two cases of an old version of Unicode.
+# The cased letters of an old version of Unicode.
 _OLD_CASED = (
     r"[\p{Lu}\p{Ll}\p{Lt}&&[^\x{560}-\x{588}\x{10C7}\x{10CD}\x{10D0}-\x{10FF}\x{1C80}-\x{1C88}\x{2D00}-\x{2D2D}"
     r"\x{A790}-\x{A7FA}\x{AB30}-\x{AB68}\x{10570}-\x{105BC}\x{16E40}-\x{16E7F}\x{1D400}-\x{1DF1E}]]+"
@@ -396,7 +396,7 @@ def _byte_pairs(file: GgufFile, vocabulary: GgufVocabulary) -> tuple[Tokenizer, 
         steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False))
         backend.decoder = decoders.ByteLevel()
     backend.pre_tokenizer = pre_tokenizers.Sequence(steps)
-    # llama.cpp has a fault of published files of Gemma 4 in mind.
+    # As llama.cpp: published files of Gemma 4 switch BOS off by mistake.
     is_forced = split.adds_bos and split.marks_spaces
     return backend, is_forced or bool(file.values.get(_ADD_BOS, split.adds_bos))
 
