@@ -170,7 +170,7 @@ def _inverse_root(name: str, squares: Tensor) -> Tensor:
     inverse, failed_too = torch.linalg.cholesky_ex(torch.cholesky_inverse(lower), upper=True)
     if failed.any() or failed_too.any() or not inverse.isfinite().all():
         raise ModelError(
-            f"GPTQ cannot quantize {name}: its inputs on the text have no inverse. Expected finite inputs. Pass more text."
+            f"GPTQ cannot quantize {name}: its inputs on the text have no inverse. Pass more text."
         )
     return inverse
 
