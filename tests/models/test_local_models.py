@@ -79,8 +79,8 @@ def test_models_are_found_where_other_programs_keep_them(machine: Path) -> None:
         "maker/M-GGUF:Q8_0": ("LM Studio", studio / "M.Q8_0.gguf"),
     }  # fmt: skip
     assert found.keys() == bundled | expected.keys()
-    for name, (source, place) in expected.items():
-        assert (found[name].source, found[name].path) == (source, place)
+    for name, (source, path) in expected.items():
+        assert (found[name].source, found[name].path) == (source, path)
     for each in found.values():
         assert resolve_model(each.name) == str(each.path)
     (machine / "packages/llm_story/story.gguf").unlink()
@@ -93,14 +93,13 @@ def test_a_store_elsewhere(machine: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert resolve_model("me/story:1b") == str(machine / "store/blobs" / BLOB)
 
 
-def test_models_are_described_from_headers(tmp_path: Path) -> None:
+def test_models_are_described_from_headers(directory: Path, tmp_path: Path) -> None:
     small, large = tiny_file(tmp_path / "small.gguf", tiny_tokens), tmp_path / "large-00001-of-00002.gguf"
     tiny_file(tmp_path / "large.gguf", tiny_tokens, context=64, tied=False, split=6)
-    other, directory = tmp_path / "cut.gguf", saved(tmp_path / "tiny")
+    other = tmp_path / "cut.gguf"
     other.write_bytes(b"GGUF")
-    first, second, cut, tiny = summaries(
-        LocalModel(place.stem, place, "here") for place in (small, large, other, directory)
-    )
+    paths = (small, large, other, directory)
+    first, second, cut, tiny = summaries(LocalModel(path.stem, path, "here") for path in paths)
     sizes = [sum(part.stat().st_size for part in tmp_path.glob(f"{name}*")) for name in ("small", "large-")]
     assert (first.format, first.architecture, first.is_lean, first.num_bytes) == ("GGUF Q4_0", "llama", True, sizes[0])
     assert second.num_bytes == sizes[1]
@@ -126,7 +125,7 @@ def test_models_are_described_from_headers(tmp_path: Path) -> None:
 def test_a_damaged_model_hides_no_other(name: str, content: str, tmp_path: Path) -> None:
     damaged, whole = saved(tmp_path / "damaged"), tiny_file(tmp_path / "whole.gguf", tiny_tokens)
     (damaged / name).write_text(content)
-    first, second = summaries(LocalModel(place.stem, place, "here") for place in (damaged, whole))
+    first, second = summaries(LocalModel(path.stem, path, "here") for path in (damaged, whole))
     assert (second.architecture, second.error) == ("llama", None)
     assert first.drafts_for is None
     assert (first.error is not None) == (content == "cut")

@@ -11,7 +11,6 @@ from unittest import mock
 import pytest
 import torch
 import transformers as hf
-from model_files import saved
 from tiny_models import ARCHITECTURES, random_model, tiny_config, tiny_model
 from torch import Tensor, nn
 
@@ -22,7 +21,7 @@ from foretoken.models.loading import load_model, wrap_model
 from foretoken.runner.decoders import DECODERS
 from foretoken.runner.runner import Runner
 
-PROMPT = [5, 9, 3]
+PROMPT, GREEDY = [5, 9, 3], SamplingParams(temperature=0.0, max_tokens=6)
 # Rotary and learned positions, tied weights, fused weights, windows, experts, sinks.
 OF_EACH_KIND = ("llama", "llama_tied", "gpt2", "phi3", "gemma3", "mixtral", "gpt_oss")
 
@@ -38,7 +37,7 @@ def generated(module: Any) -> list[int]:
 def ours(module: Any, **options: Any) -> list[int]:
     """What the engine makes of it, drafting trees."""
     llm = LLM(module, speculative_config={"method": "ngram"}, **options)
-    output = llm.generate([PROMPT, [7, 8]], SamplingParams(temperature=0.0, max_tokens=6))[0].outputs[0]
+    output = llm.generate([PROMPT, [7, 8]], GREEDY)[0].outputs[0]
     return [*PROMPT, *output.token_ids]
 
 
@@ -95,7 +94,7 @@ def test_both_may_run_at_the_same_time() -> None:
 
     other = threading.Thread(target=call)
     other.start()
-    texts = [llm.generate(PROMPT, SamplingParams(temperature=0.0, max_tokens=6))[0] for _ in range(5)]
+    texts = [llm.generate(PROMPT, GREEDY)[0] for _ in range(5)]
     other.join()
     assert not failures
     assert found == [expected] * 5
@@ -151,10 +150,9 @@ def test_a_model_that_moves_on_leaves_the_target_behind() -> None:
     """`model.half()` replaces weights: the target keeps those that it was made of."""
     module = tiny_model("gpt2")
     llm = LLM(module, runner="generic")
-    before = llm.generate(PROMPT, SamplingParams(temperature=0.0, max_tokens=6))[0].outputs[0].token_ids
+    before = llm.generate(PROMPT, GREEDY)[0].outputs[0].token_ids
     module.to(torch.bfloat16)
-    after = llm.generate(PROMPT, SamplingParams(temperature=0.0, max_tokens=6))[0].outputs[0].token_ids
-    assert after == before
+    assert llm.generate(PROMPT, GREEDY)[0].outputs[0].token_ids == before
 
 
 class GraphCapture:
@@ -203,12 +201,16 @@ def test_hooks_of_accelerate(place: str) -> None:
 OLD_NAME = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft asks
 
 
+def adapted() -> Any:
+    peft = pytest.importorskip("peft")
+    settings = peft.LoraConfig(target_modules=["q_proj"], r=4, init_lora_weights=False, task_type="CAUSAL_LM")
+    return peft.get_peft_model(tiny_model("llama"), settings).eval()
+
+
 @OLD_NAME
 @pytest.mark.parametrize("runner", ["auto", "generic"])
 def test_adapters_of_peft_are_served(runner: str) -> None:
-    peft = pytest.importorskip("peft")
-    settings = peft.LoraConfig(target_modules=["q_proj"], r=4, init_lora_weights=False, task_type="CAUSAL_LM")
-    module = peft.get_peft_model(tiny_model("llama"), settings).eval()
+    module = adapted()
     expected = generated(module)
     assert expected != generated(tiny_model("llama")), "the adapter matters"
     assert ours(module, runner=runner) == expected
@@ -218,14 +220,11 @@ def test_adapters_of_peft_are_served(runner: str) -> None:
 @OLD_NAME
 def test_adapters_that_are_merged_count_once() -> None:
     """Merging writes into weights that the target shares."""
-    peft = pytest.importorskip("peft")
-    settings = peft.LoraConfig(target_modules=["q_proj"], r=4, init_lora_weights=False, task_type="CAUSAL_LM")
-    module = peft.get_peft_model(tiny_model("llama"), settings).eval()
+    module = adapted()
     expected, llm = generated(module), LLM(module)
     for change in (module.merge_adapter, module.unmerge_adapter):
         change()
-        output = llm.generate([PROMPT], SamplingParams(temperature=0.0, max_tokens=6))[0].outputs[0]
-        assert [*PROMPT, *output.token_ids] == expected == generated(module)
+        assert [*PROMPT, *llm.generate([PROMPT], GREEDY)[0].outputs[0].token_ids] == expected == generated(module)
 
 
 @OLD_NAME
@@ -286,15 +285,14 @@ def test_a_model_in_memory_has_the_dtype_and_device_that_it_has(how: str) -> Non
     assert LLM(model, dtype="bfloat16", device="cpu").target.model.dtype == torch.bfloat16
 
 
-def test_paths_are_names(tmp_path: Path) -> None:
-    directory = saved(tmp_path / "tiny")
+def test_paths_are_names(directory: Path) -> None:
     assert load_model(directory).name == str(directory)
     assert LLM(directory).target.model.name == str(directory)
 
 
-def test_a_model_of_ours_says_whose_it_is(tmp_path: Path) -> None:
+def test_a_model_of_ours_says_whose_it_is(directory: Path) -> None:
     """Called by somebody else it would have to attend to a cache that is not there."""
-    model = load_model(saved(tmp_path / "tiny"))
+    model = load_model(directory)
     with pytest.raises(ModelError, match=r"belongs to a foretoken runner .*\.set_attn_implementation\('sdpa'\)"):
         model.module(torch.tensor([[5]]))
 

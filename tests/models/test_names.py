@@ -9,7 +9,6 @@ from pathlib import Path
 import huggingface_hub.constants  # noqa: F401 - before another user looks for it
 import pytest
 from gguf_files import write_header
-from model_files import saved
 
 from foretoken.core.errors import ModelError
 from foretoken.models.names import is_gguf, local_models, main_files, preferred, resolve_model, tag_of, with_tag
@@ -33,8 +32,7 @@ def put(content: bytes, *paths: Path) -> None:
         path.write_bytes(content)
 
 
-def test_directories_and_files_stand_for_themselves(content: bytes, tmp_path: Path) -> None:
-    directory = saved(tmp_path / "tiny")
+def test_directories_and_files_stand_for_themselves(content: bytes, directory: Path, tmp_path: Path) -> None:
     put(content, tmp_path / "Model.GGUF", tmp_path / "sha256-abc", directory / "beside.gguf")
     for place in (directory, directory / "model.safetensors", tmp_path / "Model.GGUF", tmp_path / "sha256-abc"):
         assert resolve_model(place) == str(place)
