@@ -115,7 +115,7 @@ def describe_gguf(path: Path, *, verify: bool = False) -> dict[str, Any]:
     file = read_gguf(path)
     vocabulary, tensors = read_vocabulary(file), file.tensors.values()
     try:
-        check_architecture(open_gguf(path).config, str(path))
+        open_gguf(path)
         target = _YES
     except ModelError as err:
         target = f"no: {err}"

@@ -203,7 +203,6 @@ def _gguf_model(name: str, wanted: str, device: torch.device, rounds_inputs: boo
 def _stored_model(stored: StoredModel, name: str, dtype: Any, device: torch.device) -> LoadedModel:
     from foretoken.models.stored.building import build, unpacked
 
-    check_architecture(stored.config, name)
     module, info = build(stored, name, torch.bfloat16 if dtype == torch.bfloat16 else torch.float32)
     _check_loaded(info, stored.config, name)
     label: str | None = stored.label
