@@ -169,9 +169,7 @@ def _inverse_root(name: str, squares: Tensor) -> Tensor:
     inverse: Tensor
     inverse, failed_too = torch.linalg.cholesky_ex(torch.cholesky_inverse(lower), upper=True)
     if failed.any() or failed_too.any() or not inverse.isfinite().all():
-        raise ModelError(
-            f"GPTQ cannot quantize {name}: its inputs on the text have no inverse. Pass more text."
-        )
+        raise ModelError(f"GPTQ cannot quantize {name}: its inputs on the text have no inverse. Pass more text.")
     return inverse
 
 

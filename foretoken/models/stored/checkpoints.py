@@ -67,11 +67,12 @@ def open_checkpoint(name: str, config: Any, revision: str | None = None) -> Stor
             patterns = ["*.safetensors", "*.json"]
             directory = Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
     files = _Files(directory, name, config.model_type)
-    linears = frozenset(files.owners(layout.marker))
+    marker = layout.parts[0]
+    linears = frozenset(files.owners(marker))
     if not linears:
         raise ModelError(
             f"the settings of '{name}' say that its weights are in {layout.label}, but no tensor is called "
-            f"'*.{layout.marker}'. Copy or download the model again."
+            f"'*.{marker}'. Copy or download the model again."
         )
     if "lm_head" in linears:
         config.tie_word_embeddings = False
@@ -85,7 +86,7 @@ def open_checkpoint(name: str, config: Any, revision: str | None = None) -> Stor
         if missing:
             raise ModelError(f"'{name}' lacks {listed(missing)}. Copy or download the model again.")
         tensors = {part: files.read(key) for part, key in found.items() if key in files.headers}
-        own_name = files.own_names[found[layout.marker]].removesuffix(f".{layout.marker}")
+        own_name = files.own_names[found[marker]].removesuffix(f".{marker}")
         return layout.matrix(own_name, tensors, dtype)
 
     def dense(_: torch.dtype) -> dict[str, Tensor]:

@@ -30,14 +30,13 @@ class Layout:
 
     Attributes:
         label: As in `StoredModel`.
-        marker: The last part of the name of a tensor that only such layers have.
-        parts: The last parts of the names of all tensors that a layer has, without its bias.
+        parts: The last parts of the names of all tensors that a layer has, without its bias. Only layers in integers
+            have the first one.
         optional: Those that it may have.
         matrix: As in `StoredModel`, from a layer's name and its tensors by these last parts.
     """
 
     label: str
-    marker: str
     parts: tuple[str, ...]
     matrix: Callable[[str, dict[str, Tensor], torch.dtype], QuantizedMatrix]
     optional: tuple[str, ...] = ()
@@ -143,7 +142,7 @@ def gptq_layout(settings: Mapping[str, Any], name: str) -> Layout:
     parts, order = ("qweight", "qzeros", "scales"), ("g_idx",)
     has_order = bool(found.desc_act) and found.group_size > 0
     return Layout(
-        label=f"GPTQ, {found.bits} bits", marker="qweight", parts=(*parts, *order) if has_order else parts,
+        label=f"GPTQ, {found.bits} bits", parts=(*parts, *order) if has_order else parts,
         optional=() if has_order else order, matrix=matrix,
     )  # fmt: skip
 
@@ -171,7 +170,7 @@ def awq_layout(settings: Mapping[str, Any], name: str) -> Layout:
         zeros = unpacked(f"{linear}.qzeros", zero_words, num_groups, rows)
         return _unsigned(linear, numbers, parts["scales"], zeros, bits=4, group=max(found.group_size, 0), dtype=dtype)
 
-    return Layout(label="AWQ, 4 bits", marker="qweight", parts=("qweight", "qzeros", "scales"), matrix=matrix)
+    return Layout(label="AWQ, 4 bits", parts=("qweight", "qzeros", "scales"), matrix=matrix)
 
 
 def _checked_parts(linear: str, parts: dict[str, Tensor]) -> tuple[Tensor, Tensor, int]:
@@ -217,7 +216,6 @@ def compressed_tensors_layout(settings: Mapping[str, Any], name: str) -> Layout:
 
     return Layout(
         label=f"compressed-tensors {' and '.join(sorted({each.label for each in schemes}))}",
-        marker="weight_scale",
         parts=("weight_scale",),
         optional=("weight", "weight_packed", "weight_shape", "weight_zero_point", "weight_g_idx"),
         matrix=matrix,
