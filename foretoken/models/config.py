@@ -12,7 +12,7 @@ from safetensors import SafetensorError, safe_open
 
 from foretoken.core.checks import shown, validated
 from foretoken.core.errors import ModelError, foreign_errors_as, listed, one_line
-from foretoken.files.bounded_reads import MIB, check_regular, read_json_object, tensor_headers
+from foretoken.files.bounded_reads import MIB, TensorHeader, check_regular, read_json_object, tensor_headers
 from foretoken.models.names import is_gguf, is_hub_id, refuse_missing
 
 if TYPE_CHECKING:
@@ -211,6 +211,14 @@ def indexed_files(index: Path) -> list[Path]:
     return [index.parent / name for name in names]
 
 
+def read_headers(directory: Path) -> dict[str, TensorHeader]:
+    """Returns the tensors of all safetensors files of a directory by name; empty for a missing directory."""
+    headers: dict[str, TensorHeader] = {}
+    for path in sorted(directory.glob("*.safetensors")):
+        headers |= tensor_headers(path)
+    return headers
+
+
 def check_architecture(config: Any, name: str, *, is_stateful: bool = False) -> None:
     """Raises `ModelError` for encoder-decoders, recurrent state and other layers that cannot be rolled back."""
     if getattr(config, "is_encoder_decoder", False):
@@ -254,9 +262,7 @@ _SETTINGS_NAMES = {"w_bit": "bits", "q_group_size": "group_size"}  # AutoAWQ's n
 def _settings_beside(directory: Path) -> dict[str, Any] | None:
     """Returns quantization settings of a file of their own; such a file beside other weights is a leftover."""
     for name, method in _SETTINGS.items():
-        if (directory / name).is_file() and any(
-            key.endswith(".qweight") for path in directory.glob("*.safetensors") for key in tensor_headers(path)
-        ):
+        if (directory / name).is_file() and any(key.endswith(".qweight") for key in read_headers(directory)):
             found = read_json_object(directory / name)
             return {"quant_method": method} | {_SETTINGS_NAMES.get(key, key): each for key, each in found.items()}
     return None

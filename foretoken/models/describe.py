@@ -25,10 +25,12 @@ from foretoken.models.config import (
     check_model_files,
     is_size,
     read_config,
+    read_headers,
     read_twin_record,
 )
 from foretoken.models.names import is_gguf
-from foretoken.models.stored.gguf_header import StoredTensor, read_headers
+from foretoken.models.stored.gguf_header import StoredTensor
+from foretoken.models.stored.gguf_header import read_headers as read_gguf_headers
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -67,7 +69,7 @@ def describe_plain(directory: Path) -> dict[str, Any] | None:
     if not is_plain:
         return None
     check_model_files(str(directory), may_be_hub_id=False)
-    headers = _headers(directory)
+    headers = read_headers(directory)
     if not all(key.startswith(_PLAIN_TENSORS) and not key.endswith(".qweight") for key in headers):
         return None
     sizes = map(config.get, _PLAIN_SIZES)
@@ -93,7 +95,7 @@ def describe_directory(directory: Path) -> dict[str, Any]:
         target = f"no: {err}"
     sizes = (getattr(text, name, None) for name in _PLAIN_SIZES)
     architecture = ", ".join(config.architectures or [type(config).__name__])
-    facts = _facts(directory, _headers(directory), architecture, sizes, target)
+    facts = _facts(directory, read_headers(directory), architecture, sizes, target)
     quality = getattr(config, "rounding_quality", None)
     module = None if label is None else meta_model(config)
     if module is not None:  # words hold several weights
@@ -159,7 +161,7 @@ def listed_tokens(model: str) -> list[str | None] | None:
     Needs no torch. Raises `ModelError` for a damaged file.
     """
     if is_gguf(model):
-        return read_headers(Path(model))[0].array("tokenizer.ggml.tokens")
+        return read_gguf_headers(Path(model))[0].array("tokenizer.ggml.tokens")
     path = Path(model) / "tokenizer.json"
     if not path.is_file():
         return None
@@ -173,10 +175,6 @@ def listed_tokens(model: str) -> list[str | None] | None:
         if largest >= _MOST_TOKENS:
             raise ValueError(f"it has a token with the id {shown(largest)}")
         return [ids.get(number) for number in range(largest + 1)]
-
-
-def _headers(directory: Path) -> dict[str, TensorHeader]:
-    return {key: each for path in directory.glob("*.safetensors") for key, each in tensor_headers(path).items()}
 
 
 def _facts(
@@ -257,7 +255,7 @@ def _summary(model: LocalModel) -> ModelSummary:
 
 
 def _of_gguf(path: Path) -> dict[str, Any]:
-    headers = read_headers(path)
+    headers = read_gguf_headers(path)
     kind = _most([(each.type_name, each.shape) for header in headers for each in header.tensors.values()])
     return {
         "num_bytes": sum(header.num_bytes for header in headers),

@@ -25,6 +25,7 @@ from foretoken.models.config import (
     check_readable,
     end_tokens,
     read_config,
+    read_headers,
     refusal,
 )
 from foretoken.models.forward_pass import ATTENTION_NAME
@@ -52,7 +53,6 @@ from foretoken.models.weight_files import (
     check_unused,
     files_identity,
     num_weights,
-    read_headers,
 )
 
 if TYPE_CHECKING:

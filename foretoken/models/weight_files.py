@@ -14,8 +14,7 @@ from safetensors import safe_open
 from foretoken.core.errors import ModelError, listed
 from foretoken.decoder.quantized import QuantizedLinear
 from foretoken.decoder.quantized_experts import QuantizedExperts
-from foretoken.files.bounded_reads import TensorHeader, tensor_headers
-from foretoken.models.config import check_architecture, indexed_files, read_config
+from foretoken.models.config import check_architecture, indexed_files, read_config, read_headers
 from foretoken.models.names import part_names
 
 if TYPE_CHECKING:
@@ -23,6 +22,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from torch import nn
+
+    from foretoken.files.bounded_reads import TensorHeader
 
     Headers = Mapping[str, TensorHeader]
     Shapes = Mapping[str, tuple[int, ...]]
@@ -35,14 +36,6 @@ _BLOCK = re.compile(r"(.*?)\.(\d+)\.")
 _LISTS = ("layers", "h", "blocks", "layer", "block")  # names of the list of blocks in transformers and converters
 _EXTRA_LAYERS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers")  # heads behind the blocks
 _AGAIN = "Copy or download the model again."
-
-
-def read_headers(directory: Path) -> dict[str, TensorHeader]:
-    """Returns the tensors of all safetensors files of a directory by name; empty for a missing directory."""
-    headers: dict[str, TensorHeader] = {}
-    for path in sorted(directory.glob("*.safetensors")):
-        headers |= tensor_headers(path)
-    return headers
 
 
 def model_files(directory: Path) -> list[Path]:
