@@ -7,6 +7,7 @@ of the model. The model with transformers' attention and cache is the reference 
 from __future__ import annotations
 
 from contextlib import contextmanager
+from functools import cached_property
 from inspect import signature
 from typing import TYPE_CHECKING, Any
 
@@ -171,33 +172,6 @@ class _ExitError(Exception):
         self.hidden = hidden
 
 
-class EarlyExit:
-    """Hooks on the blocks of a model, with its final norm and LM head."""
-
-    def __init__(self, model: LoadedModel) -> None:
-        """Raises `ModelError` if the blocks or the final norm cannot be found."""
-        self._model = model
-        blocks = find_blocks(model.module, model.num_layers)
-        self._norm, self._lm_head = find_final_norm(model.module, blocks), target_parts(model).lm_head
-        for index, block in enumerate(blocks):
-            block.register_forward_hook(_exit_after(index + 1))
-
-    def logits(self, arguments: dict[str, Any], forward_pass: ForwardPass, rows: Tensor | None) -> Tensor | None:
-        """Returns (R, V) logits after the first `ForwardPass.num_layers` blocks, None without rows.
-
-        `arguments` are those of the model's forward, `rows` (R,) int64 the tokens that need logits; None computes keys
-        and values alone. Raises `PassError` if the model has fewer blocks.
-        """
-        wanted = forward_pass.num_layers
-        if wanted is None or wanted > self._model.num_layers:
-            raise PassError(f"the pass goes through {wanted} blocks, the target has {self._model.num_layers}.")
-        try:
-            self._model.backbone(**arguments)
-        except _ExitError as end:
-            return None if rows is None else self._lm_head(self._norm(end.hidden[0][rows]))
-        raise ModelError(f"{type(self._model.module).__name__} does not run its blocks one after another.")
-
-
 def _exit_after(number: int) -> Callable[[Any, Any, Any], None]:
     """Returns a hook for block `number`, counted from 1."""
 
@@ -223,7 +197,6 @@ class GenericDecoder:
         self._model, self._cache, self._taps = model, as_transformers_cache(cache), tuple(taps)
         self._takes_rows = "logits_to_keep" in signature(model.module.forward).parameters
         self._weights, self._device = plain_tensors(model.module), cache.keys[0].device
-        self._early_exit: EarlyExit | None = None  # created on first use
         if taps:
             place_taps(model.module, model.num_layers, taps)
 
@@ -242,9 +215,7 @@ class GenericDecoder:
         begun = ForwardPass(layout=layout, num_layers=work.num_layers)
         with torch.inference_mode(), running(begun) as forward_pass:
             if work.num_layers is not None:
-                if self._early_exit is None:
-                    self._early_exit = EarlyExit(self._model)
-                logits = self._early_exit.logits(arguments, forward_pass, rows)
+                logits = self._early_logits(arguments, work.num_layers, rows)
             elif rows is None:
                 self._model.backbone(**arguments)
             elif self._takes_rows and not work.has_all_logits:
@@ -258,3 +229,23 @@ class GenericDecoder:
         return PassOutput(
             logits=None if logits is None else logits.float(), features=features, attention=layout.attention
         )
+
+    def _early_logits(self, arguments: dict[str, Any], num_layers: int, rows: Tensor | None) -> Tensor | None:
+        """Returns (R, V) logits after the first blocks; None computes keys and values alone."""
+        if num_layers > self._model.num_layers:
+            raise PassError(f"the pass goes through {num_layers} blocks, the target has {self._model.num_layers}.")
+        norm, lm_head = self._early_end
+        try:
+            self._model.backbone(**arguments)
+        except _ExitError as end:
+            return None if rows is None else lm_head(norm(end.hidden[0][rows]))
+        raise ModelError(f"{type(self._model.module).__name__} does not run its blocks one after another.")
+
+    @cached_property
+    def _early_end(self) -> tuple[nn.Module, Callable[[Tensor], Tensor]]:
+        """The final norm and the LM head, after hooks are placed that end passes after a block."""
+        blocks = find_blocks(self._model.module, self._model.num_layers)
+        norm = find_final_norm(self._model.module, blocks)
+        for index, block in enumerate(blocks):
+            block.register_forward_hook(_exit_after(index + 1))
+        return norm, target_parts(self._model).lm_head
