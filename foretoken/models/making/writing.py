@@ -192,30 +192,13 @@ def write_quantized(
         ModelError: If a weight is not finite.
     """
     digest = source.digest(settings)
-    _check_place(out, digest)
+    _check_directory(out, digest)
     with run_lock(out, option="OUT"):
         _write(out / _RECORD, {**settings, "digest": digest})
-        shards = _shards(source.headers)
-        names = [f"model-{i + 1:05}-of-{len(shards):05}.safetensors" for i in range(len(shards))]
-        weight_map: dict[str, str] = {}
-        for path in [*out.iterdir()]:
-            if any(is_begun(path, name) for name in (*names, *_WHOLE)):
-                path.unlink()
-        on_progress(0, len(shards))
-        for done, (name, keys) in enumerate(zip(names, shards, strict=True)):
-            stored = _stored_keys(out / name, digest)
-            if stored is None:
-                tensors: dict[str, Tensor] = {}
-                for key in keys:
-                    tensors |= _tensors(source, key, scheme, quantized)
-                with told_as(ConfigError, f"'{out / name}'", _ADVICE), new_file(out / name) as new:
-                    save_file(tensors, new, metadata={"format": "pt", "digest": digest})
-                stored = list(tensors)
-            weight_map |= dict.fromkeys(stored, name)
-            on_progress(done + 1, len(shards))
-        size = sum((out / name).stat().st_size for name in names)
-        index = {"metadata": {"total_size": size}, "weight_map": weight_map}
-        _write(out / _INDEX, index)
+        tensors_of = partial(_tensors, source, scheme=scheme, quantized=quantized)
+        weight_map = _write_shards(source, out, digest, tensors_of, on_progress)
+        size = sum((out / name).stat().st_size for name in set(weight_map.values()))
+        _write(out / _INDEX, {"metadata": {"total_size": size}, "weight_map": weight_map})
         for path in sorted(source.directory.iterdir()):
             if path.suffix in _BESIDE and path.name not in _WHOLE:
                 with told_as(ConfigError, f"'{out / path.name}'", _ADVICE):
@@ -227,6 +210,32 @@ def write_quantized(
         values = read_json_object(source.directory / "config.json")
         values["quantization_config"] = _quantization(source, scheme)
         _write(out / "config.json", values)
+
+
+def _write_shards(
+    source: Original, out: Path, digest: str, tensors_of: Callable[[str], dict[str, Tensor]],
+    on_progress: Callable[[int, int], None],
+) -> dict[str, str]:  # fmt: skip
+    """Writes the files that a killed run did not; returns the file of each tensor."""
+    shards = _shards(source.headers)
+    names = [f"model-{i + 1:05}-of-{len(shards):05}.safetensors" for i in range(len(shards))]
+    weight_map: dict[str, str] = {}
+    for path in [*out.iterdir()]:
+        if any(is_begun(path, name) for name in (*names, *_WHOLE)):
+            path.unlink()
+    on_progress(0, len(shards))
+    for done, (name, keys) in enumerate(zip(names, shards, strict=True)):
+        stored = _stored_keys(out / name, digest)
+        if stored is None:
+            tensors: dict[str, Tensor] = {}
+            for key in keys:
+                tensors |= tensors_of(key)
+            with told_as(ConfigError, f"'{out / name}'", _ADVICE), new_file(out / name) as new:
+                save_file(tensors, new, metadata={"format": "pt", "digest": digest})
+            stored = list(tensors)
+        weight_map |= dict.fromkeys(stored, name)
+        on_progress(done + 1, len(shards))
+    return weight_map
 
 
 def _write(path: Path, values: Mapping[str, Any]) -> None:
@@ -286,7 +295,7 @@ def _natural(key: str) -> list[tuple[int, str]]:
     return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", key)]
 
 
-def _check_place(out: Path, digest: str) -> None:
+def _check_directory(out: Path, digest: str) -> None:
     if out.exists() and not out.is_dir():
         raise ConfigError(f"'{out}' is no directory. Expected a new one.")
     content = [] if not out.is_dir() else [
