@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
     from foretoken.models.names import LocalModel
+    from foretoken.models.stored.gguf_file import GgufFile
 
 _PLAIN_SIZES = ("num_hidden_layers", "hidden_size", "vocab_size", "max_position_embeddings")
 _PLAIN_TENSORS = ("model.layers.", "model.embed_tokens.", "model.norm.", "lm_head.")
@@ -124,7 +125,7 @@ def describe_gguf(path: Path, *, verify: bool = False) -> dict[str, Any]:
     name = str(file.values.get("general.architecture"))
     sizes = {"layers": "block_count", "hidden_size": "embedding_length", "context": "context_length"}
     kinds = [vocabulary.model, file.values.get("tokenizer.ggml.pre")]
-    facts = {
+    facts: dict[str, Any] = {
         "file": str(path),
         "name": file.values.get("general.name"),
         "architecture": name,
@@ -140,14 +141,17 @@ def describe_gguf(path: Path, *, verify: bool = False) -> dict[str, Any]:
         "can_be_target": target,
     }
     facts = {key: value for key, value in facts.items() if value is not None}
-    if verify:
-        facts["findings"] = findings = []
-        for key in file.tensors:
-            try:
-                file.dense(key)
-            except ModelError as err:
-                findings.append(str(err))
-    return facts
+    return facts | ({"findings": _not_finite(file)} if verify else {})
+
+
+def _not_finite(file: GgufFile) -> list[str]:
+    findings = []
+    for key in file.tensors:
+        try:
+            file.dense(key)
+        except ModelError as err:
+            findings.append(str(err))
+    return findings
 
 
 def _amounts(tensors: Iterable[StoredTensor], kind: str) -> dict[str, int]:
@@ -265,7 +269,8 @@ def _of_gguf(path: Path) -> dict[str, Any]:
 
 
 def _of_directory(directory: Path) -> dict[str, Any]:
-    config, kinds, num_bytes = read_json_object(directory / "config.json"), [], 0
+    config, num_bytes = read_json_object(directory / "config.json"), 0
+    kinds: list[tuple[str, tuple[int, ...]]] = []
     for path in sorted(directory.glob("*.safetensors")):
         with foreign_errors_as(ModelError, partial("'{}' cannot be read: {}. Download it again.".format, path)):
             kinds += [(each.dtype, each.shape) for each in tensor_headers(path).values()]
