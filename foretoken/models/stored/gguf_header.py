@@ -110,7 +110,7 @@ def read_headers(path: Path) -> list[GgufHeader]:
 
     Raises `ModelError` if a file is missing or damaged, or is another part than the first.
     """
-    headers = [_read_header(part) for part in split_parts(path)]
+    headers = [_read_header(part) for part in _split_parts(path)]
     count = headers[0].values.get("split.count", 0)
     if count > 1 and len(headers) == 1:
         raise ModelError(
@@ -120,11 +120,8 @@ def read_headers(path: Path) -> list[GgufHeader]:
     return headers
 
 
-def split_parts(path: Path) -> list[Path]:
-    """Returns the files of a model by its first: `NAME-00001-of-00003.gguf` and the others beside it, or itself alone.
-
-    Raises `ModelError` for another part than the first, and for parts that are missing.
-    """
+def _split_parts(path: Path) -> list[Path]:
+    """Returns the files of a model by its first: `NAME-00001-of-00003.gguf` and the others beside it, or itself alone."""
     parts = [path.with_name(name) for name in part_names(path.name)]
     if path != parts[0]:
         raise ModelError(
@@ -192,16 +189,11 @@ class _Cursor:
         return damaged(self.path, why)
 
     def read(self, count: int) -> bytes:
-        self._move(count)
-        data = self.file.read(count)
-        if len(data) < count:  # it was cut meanwhile
-            raise self.damaged("the file ends inside its header")
-        return data
-
-    def _move(self, count: int) -> None:
-        if count > self.size - self.at:
+        data = self.file.read(count) if count <= self.size - self.at else b""
+        if len(data) < count:  # too much was asked for, or the file was cut meanwhile
             raise self.damaged("the file ends inside its header")
         self.at += count
+        return data
 
     def number(self, form: str) -> Any:
         return struct.unpack(f"<{form}", self.read(struct.calcsize(f"<{form}")))[0]
