@@ -18,7 +18,7 @@ from foretoken.core.checks import require
 from foretoken.core.errors import ModelError, foreign_errors_as, one_line
 from foretoken.decoder.native_linear import linear_layer
 from foretoken.decoder.quantized_experts import is_plain_experts, mixed
-from foretoken.models.generic import find_blocks
+from foretoken.models.generic import find_blocks, first_output
 from foretoken.models.making.writing import Quantized, quantize_linear
 from foretoken.models.stored import PARTS
 
@@ -101,8 +101,7 @@ class Calibration:
             made[key] = gptq(key, part.weight.detach(), squares.of(name, part.in_features), self._scheme)
             part.weight.copy_(made[key].dequantized())
         for text, (hidden, calls) in enumerate(zip(self._hidden, self._calls, strict=True)):
-            result = block(hidden, **calls[index][1])
-            self._hidden[text] = result[0] if isinstance(result, tuple) else result
+            self._hidden[text] = first_output(block(hidden, **calls[index][1]))
         return made
 
 

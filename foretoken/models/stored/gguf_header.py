@@ -121,7 +121,7 @@ def read_headers(path: Path) -> list[GgufHeader]:
 
 
 def _split_parts(path: Path) -> list[Path]:
-    """Returns the files of a model by its first: `NAME-00001-of-00003.gguf` and the others beside it, or itself alone."""
+    """Returns the files of a model by its first, `NAME-00001-of-00003.gguf`; a file without parts stands alone."""
     parts = [path.with_name(name) for name in part_names(path.name)]
     if path != parts[0]:
         raise ModelError(
