@@ -23,8 +23,81 @@ if TYPE_CHECKING:
 
     from foretoken.decoder.blocks import LeanWeights
 
+KVCacheDtype = Literal["auto", "int8"]
+HASHED_ROWS = 64  # of the LM head; a choice: enough to tell models apart, read in milliseconds
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float16", "float64")}
 _LONGEST_REASON = 100  # characters; a choice: longer messages of torch list all device types
+_BLOCK = re.compile(r"(.*?\.\d+)\.")  # the part of a weight's name up to its block's number
+_ALIGNMENT = 64  # bytes: a cache line, and the widest vector register
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedModel:
+    """A causal LM that is ready to run.
+
+    Attributes:
+        make_module: Returns `module`, always the same one.
+        architecture: The class of the module, or the model type in a file that was read without transformers.
+        sizes: Whole numbers of the configuration, by name.
+        num_weights: Of the model.
+        lean: Reads the weights for lean decoders without `module`, see `LeanFile.weights`; None: they are found in it.
+        bytes_read: Returns the bytes read so far and the bytes of all matrices; None if all were read.
+        generation_values: The values of the model's generation configuration, by name.
+        context_len: Number of positions that it can embed, whatever other sequences of a batch do.
+        dtype: Dtype of weights and cache.
+        eos_ids: End-of-sequence tokens of its generation configuration.
+        is_borrowed: Whether the weights lie in the memory of a caller's model, which must stay as it is.
+        quantization: How the matrices were quantized after they were loaded, or the format in which they are stored in
+            integers; or None.
+        first_head_rows: (HASHED_ROWS, E), rows of the LM head before they were quantized here; None if they were not.
+        kv_cache_dtype: "int8" if keys and values are quantized when they are written to the KV cache, each row of a
+            head with a scale; "auto" if the cache has the model's dtype.
+        files: See `files_identity`; None for weights that came from memory.
+        stored: The model with the integers that this one's weights stand for; None if it was not unpacked from any.
+    """
+
+    make_module: Callable[[], nn.Module]
+    architecture: str
+    sizes: Mapping[str, int]
+    num_weights: int
+    lean: Callable[[int], LeanWeights] | None = None
+    bytes_read: Callable[[], tuple[int, int]] | None = None
+    generation_values: Mapping[str, Any]
+    name: str
+    vocab_size: int
+    context_len: int
+    num_layers: int
+    dtype: torch.dtype
+    device: torch.device
+    eos_ids: tuple[int, ...]
+    is_borrowed: bool = False
+    quantization: str | None = None
+    first_head_rows: torch.Tensor | None = None
+    kv_cache_dtype: KVCacheDtype = "auto"
+    files: str | None = None
+    stored: LoadedModel | None = None
+
+    @property
+    def module(self) -> nn.Module:
+        """The transformers model in evaluation mode, with our attention plug-in."""
+        return self.make_module()
+
+    @property
+    def config(self) -> Any:
+        """The text configuration of `module`."""
+        module: Any = self.module
+        return module.config.get_text_config()
+
+    @property
+    def backbone(self) -> nn.Module:
+        """The model without its LM head."""
+        backbone: nn.Module = self.module.base_model  # type: ignore[assignment]
+        return backbone
+
+    @property
+    def cost_twin(self) -> TwinRecord | None:
+        """The trained model behind a cost twin; None for other models. Raises `ModelError` for an invalid record."""
+        return None if self.lean else read_twin_record({TWIN_KEY: getattr(self.config, TWIN_KEY, None)}, self.name)
 
 
 def resolve_dtype(dtype: str, device: torch.device, *, is_stored: bool = False) -> torch.dtype | str:
@@ -107,10 +180,6 @@ def _usable_devices(accelerator: torch.device | None) -> str:
     )
 
 
-_BLOCK = re.compile(r"(.*?\.\d+)\.")  # the part of a weight's name up to its block's number
-_ALIGNMENT = 64  # bytes: a cache line, and the widest vector register
-
-
 def check_memory(name: str, num_bytes: int, device: torch.device) -> None:
     """Raises `ModelError` if the weights of a model need more memory than is free, before they are read."""
     free = free_bytes(device)
@@ -140,79 +209,6 @@ def gather_weights(module: nn.Module) -> None:
             weight.data = own
     for buffer in module.buffers():
         buffer.data = in_own_memory(buffer.data)
-
-
-KVCacheDtype = Literal["auto", "int8"]
-HASHED_ROWS = 64  # of the LM head; a choice: enough to tell models apart, read in milliseconds
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoadedModel:
-    """A causal LM that is ready to run.
-
-    Attributes:
-        make_module: Returns `module`, always the same one.
-        architecture: The class of the module, or the model type in a file that was read without transformers.
-        sizes: Whole numbers of the configuration, by name.
-        num_weights: Of the model.
-        lean: Reads the weights for lean decoders without `module`, see `LeanFile.weights`; None: they are found in it.
-        bytes_read: Returns the bytes read so far and the bytes of all matrices; None if all were read.
-        generation_values: The values of the model's generation configuration, by name.
-        context_len: Number of positions that it can embed, whatever other sequences of a batch do.
-        dtype: Dtype of weights and cache.
-        eos_ids: End-of-sequence tokens of its generation configuration.
-        is_borrowed: Whether the weights lie in the memory of a caller's model, which must stay as it is.
-        quantization: How the matrices were quantized after they were loaded, or the format in which they are stored in
-            integers; or None.
-        first_head_rows: (HASHED_ROWS, E), rows of the LM head before they were quantized here; None if they were not.
-        kv_cache_dtype: "int8" if keys and values are quantized when they are written to the KV cache, each row of a
-            head with a scale; "auto" if the cache has the model's dtype.
-        files: See `files_identity`; None for weights that came from memory.
-        stored: The model with the integers that this one's weights stand for; None if it was not unpacked from any.
-    """
-
-    make_module: Callable[[], nn.Module]
-    architecture: str
-    sizes: Mapping[str, int]
-    num_weights: int
-    lean: Callable[[int], LeanWeights] | None = None
-    bytes_read: Callable[[], tuple[int, int]] | None = None
-    generation_values: Mapping[str, Any]
-    name: str
-    vocab_size: int
-    context_len: int
-    num_layers: int
-    dtype: torch.dtype
-    device: torch.device
-    eos_ids: tuple[int, ...]
-    is_borrowed: bool = False
-    quantization: str | None = None
-    first_head_rows: torch.Tensor | None = None
-    kv_cache_dtype: KVCacheDtype = "auto"
-    files: str | None = None
-    stored: LoadedModel | None = None
-
-    @property
-    def module(self) -> nn.Module:
-        """The transformers model in evaluation mode, with our attention plug-in."""
-        return self.make_module()
-
-    @property
-    def config(self) -> Any:
-        """The text configuration of `module`."""
-        module: Any = self.module
-        return module.config.get_text_config()
-
-    @property
-    def backbone(self) -> nn.Module:
-        """The model without its LM head."""
-        backbone: nn.Module = self.module.base_model  # type: ignore[assignment]
-        return backbone
-
-    @property
-    def cost_twin(self) -> TwinRecord | None:
-        """The trained model behind a cost twin; None for other models. Raises `ModelError` for an invalid record."""
-        return None if self.lean else read_twin_record({TWIN_KEY: getattr(self.config, TWIN_KEY, None)}, self.name)
 
 
 def check_placement(model: LoadedModel, *, dtype: str, device: str) -> None:
