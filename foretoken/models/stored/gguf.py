@@ -41,6 +41,10 @@ if TYPE_CHECKING:
 _EMBEDDING = "model.embed_tokens"
 _OUTER = {"token_embd": _EMBEDDING, "output_norm": "model.norm", "output": "lm_head"}
 _EXPERTS = re.compile(r"(.*\.mlp\.experts)\.(?:gate|up|down)_proj\.(weight|bias)")  # all of a layer
+_BIASES = {
+    "attention_bias": ("attn_q", "attn_k", "attn_v", "attn_output"), "mlp_bias": ("ffn_gate", "ffn_up", "ffn_down"),
+}  # fmt: skip
+_ROPES = {"default", "linear", "llama3"}  # whose tables `LeanFile` computes
 
 
 def open_gguf(path: Path) -> StoredModel:
@@ -183,12 +187,6 @@ def gguf_tokenizer(path: Path) -> Any | None:
         return None
     with foreign_errors_as(ModelError, lambda err: refusal("tokenizer", path, err), passing=(ModelError,)):
         return build_tokenizer(file, vocabulary)
-
-
-_BIASES = {
-    "attention_bias": ("attn_q", "attn_k", "attn_v", "attn_output"), "mlp_bias": ("ffn_gate", "ffn_up", "ffn_down"),
-}  # fmt: skip
-_ROPES = {"default", "linear", "llama3"}  # whose tables `LeanFile` computes
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _AGAIN = "Copy or download the model again."
+_FORMATS = ("pack-quantized", "int-quantized", "naive-quantized", "mixed-precision")  # of compressed-tensors
+_AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # where a word of AWQ has the numbers of eight outputs side by side
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,9 +149,6 @@ def gptq_layout(settings: Mapping[str, Any], name: str) -> Layout:
     )  # fmt: skip
 
 
-_AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # where a word of AWQ has the numbers of eight outputs side by side
-
-
 def awq_layout(settings: Mapping[str, Any], name: str) -> Layout:
     """Returns how AWQ stores matrices, see `gptq_layout`; only 4 bits of the version "gemm" are read."""
     found = _checked(_Awq, settings, f"the quantization settings of '{name}'")
@@ -190,9 +189,6 @@ def _unsigned(
     half = 1 << bits - 1
     offsets = zeros - half if (zeros != half).any() else None
     return _matrix_of(linear, (numbers - half).to(torch.int8), scales.T, offsets, bits=bits, **fields)
-
-
-_FORMATS = ("pack-quantized", "int-quantized", "naive-quantized", "mixed-precision")  # of compressed-tensors
 
 
 def compressed_tensors_layout(settings: Mapping[str, Any], name: str) -> Layout:
