@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from foretoken.decoder.slot_cache import SlotCache
     from foretoken.models.loaded import LoadedModel
 
+_PROBE = torch.tensor([[1, 2, 3]])  # three different tokens, so that a block that mixes up positions is noticed
+
 
 @contextmanager
 def own_attention(model: Any, kind: str = "eager") -> Iterator[None]:
@@ -59,9 +61,6 @@ def generate_plain(model: Any, prompt: Sequence[int], max_tokens: int) -> list[i
         )  # fmt: skip
     result: list[int] = output[0, len(prompt) :].tolist()
     return result
-
-
-_PROBE = torch.tensor([[1, 2, 3]])  # three different tokens, so that a block that mixes up positions is noticed
 
 
 def place_taps(model: nn.Module, num_layers: int, wanted: Sequence[Tap]) -> None:

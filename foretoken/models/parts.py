@@ -24,6 +24,10 @@ if TYPE_CHECKING:
     from foretoken.decoder.blocks import Blocks
     from foretoken.models.loaded import LoadedModel
 
+_FINAL_NORMS = ("norm", "final_layernorm", "ln_f", "final_layer_norm")
+STATIC_KINDS = ("linear", "llama3", "yarn")
+_COMPARES_LENGTHS = ("llama3", "yarn")
+
 
 class NativeParts(NamedTuple):
     """The shared modules for the native kernels; the LM head has the target's scale and cap of logits."""
@@ -143,9 +147,6 @@ def _dense_weight(head: Any) -> Tensor:
     return weight
 
 
-_FINAL_NORMS = ("norm", "final_layernorm", "ln_f", "final_layer_norm")
-
-
 def final_norm(backbone: nn.Module) -> Any | None:
     """Returns the norm after the last block; None if it is not found."""
     return next((getattr(backbone, name) for name in _FINAL_NORMS if hasattr(backbone, name)), None)
@@ -201,10 +202,6 @@ def _logits_shape(config: Any) -> tuple[float, float | None]:
 def _shaped(logits: Tensor, factor: float, cap: float | None) -> Tensor:
     logits = logits if factor == 1.0 else logits * factor
     return logits if cap is None else torch.tanh(logits / cap) * cap
-
-
-STATIC_KINDS = ("linear", "llama3", "yarn")
-_COMPARES_LENGTHS = ("llama3", "yarn")
 
 
 def scaled_frequencies(

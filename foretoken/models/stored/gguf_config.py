@@ -88,11 +88,6 @@ class _Values:
         if unknown:
             raise self.refusal(f"has {prefix}{listed(unknown)}, which may change the model", "known settings")
 
-    @property
-    def has_two_ropes(self) -> bool:
-        """Whether layers with a window rotate by another base or scaling."""
-        return self.model_type in ("gemma3_text", "olmo3")
-
     def refusal(self, what: str, expected: str) -> ModelError:
         return ModelError(f"'{self.path}' {what}. Expected {expected}. Use another file, or safetensors of the model.")
 
@@ -289,7 +284,9 @@ def _rope(values: _Values, file: GgufFile, head_dim: int) -> dict[str, Any]:
         plain["rope_theta"] = float(values.number("rope.freq_base_swa", 10000.0))
     elif values.own.get("rope.freq_base_swa", rope["rope_theta"]) != rope["rope_theta"]:
         raise values.refusal("rotates by another base in layers with a window", "one base")
-    return {"full_attention": rope, "sliding_attention": plain} if values.has_two_ropes else rope
+    # In these, layers with a window rotate by another base or scaling.
+    has_two = values.model_type in ("gemma3_text", "olmo3")
+    return {"full_attention": rope, "sliding_attention": plain} if has_two else rope
 
 
 def _scaling(values: _Values, file: GgufFile, rotated: int, theta: float) -> dict[str, Any]:
