@@ -58,13 +58,18 @@ def write_index(directory: Path, weight_map: Any) -> None:
     (directory / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
 
 
-def refusal(directory: Path | str) -> str:
-    """The message of the error; anything but a `ModelError` fails the test."""
+def message_of(call: Callable[[], Any]) -> str:
+    """The message of the error, in one line; anything but a `ModelError` fails the test."""
     with pytest.raises(ModelError) as caught:
-        load_model(str(directory))
+        call()
     message = str(caught.value)
     assert len(message.splitlines()) == 1
     return message
+
+
+def refusal(directory: Path | str) -> str:
+    """The message of the error of a model that does not load."""
+    return message_of(lambda: load_model(str(directory)))
 
 
 NONSENSE: dict[str, Any] = {

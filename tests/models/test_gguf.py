@@ -18,6 +18,7 @@ from gguf import GGMLQuantizationType as Type
 from gguf import GGUFWriter
 from gguf_files import SMALL, TINYCODE, add_tokenizer, tiny_file, write, write_header, written
 from limits import limit_memory
+from model_files import message_of
 from tiny_models import tiny_config, tiny_model
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
@@ -261,11 +262,8 @@ def test_a_file_without_a_tokenizer_has_none(path: Path) -> None:
 
 
 def refusal(path: Path, opened: Callable[[Path], Any] = open_gguf) -> str:
-    with pytest.raises(ModelError) as caught:
-        opened(path)
-    message = str(caught.value)
+    message = message_of(lambda: opened(path))
     assert str(path) in message
-    assert "\n" not in message
     assert len(message) - len(str(path)) < 700
     return message
 
@@ -452,9 +450,9 @@ def test_a_file_that_changes_while_it_is_read_is_one_sentence(change: Callable[[
 def test_a_context_that_memory_does_not_hold_is_one_sentence(num_bytes: int, path: Path) -> None:
     tiny_file(path, context=1 << 20)
     LLM(str(path), dtype="float32", max_num_seqs=1, max_model_len=64)
-    with limit_memory(num_bytes), pytest.raises(ModelError) as caught:
-        LLM(str(path), dtype="float32", max_num_seqs=1)
-    assert str(caught.value) == (
+    with limit_memory(num_bytes):
+        message = message_of(lambda: LLM(str(path), dtype="float32", max_num_seqs=1))
+    assert message == (
         f"there is no memory for the KV rows and tables of '{path}', 1 x 1048576 tokens. Expected more free memory, or "
         "a smaller max_model_len or max_num_seqs."
     )

@@ -17,8 +17,8 @@ import pytest
 from gguf import GGUFWriter, TokenType
 from gguf_files import add_pairs, add_tokens, write_header
 from gguf_texts import SHORT_TEXTS, texts
+from test_gguf import refusal
 
-from foretoken.core.errors import ModelError
 from foretoken.models.stored.gguf import gguf_tokenizer
 from foretoken.models.stored.gguf_file import read_gguf
 from foretoken.models.stored.gguf_tokenizer import GgufVocabulary, read_vocabulary
@@ -311,15 +311,9 @@ def add_kinds(writer: GGUFWriter) -> None:
         (add_kinds, "a vocabulary of the kind [1, 2]"),
     ],
 )
-def test_vocabularies_that_are_refused(tmp_path: Path, add: Callable[[GGUFWriter], None], part: str) -> None:
-    path = write_header(tmp_path / "model.gguf", add)
-    with pytest.raises(ModelError) as caught:
-        gguf_tokenizer(path)
-    message = str(caught.value)
-    assert part in message
-    assert str(path) in message
-    assert "\n" not in message
-    assert len(message) - len(str(path)) < 700
+def test_vocabularies_that_are_refused(path: Path, add: Callable[[GGUFWriter], None], part: str) -> None:
+    write_header(path, add)
+    assert part in refusal(path, gguf_tokenizer)
 
 
 @pytest.mark.parametrize("vocabulary", REAL, ids=lambda each: each["files"][0])
