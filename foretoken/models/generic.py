@@ -71,11 +71,11 @@ def place_taps(model: nn.Module, num_layers: int, wanted: Sequence[Tap]) -> None
     blocks = find_blocks(model, num_layers)
     for tap in wanted:
         if tap == "final":
-            find_final_norm(model, blocks).register_forward_hook(_output_hook(tap))
+            find_final_norm(model, blocks).register_forward_hook(_keep_output(tap))
         elif tap == 0:
-            blocks[0].register_forward_pre_hook(_input_hook, with_kwargs=True)
+            blocks[0].register_forward_pre_hook(_keep_input, with_kwargs=True)
         elif isinstance(tap, int) and 0 < tap <= num_layers:
-            blocks[tap - 1].register_forward_hook(_output_hook(tap))
+            blocks[tap - 1].register_forward_hook(_keep_output(tap))
         else:
             raise ModelError(
                 f"tap {tap!r} does not exist: the target has {num_layers} blocks. Expected 0..{num_layers} or 'final'."
@@ -146,21 +146,18 @@ def first_output(output: Any) -> Tensor:
     return result
 
 
-def _input_hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    del module
+def _keep(tap: Tap, hidden: Tensor) -> None:
     forward_pass = current_pass()
     if forward_pass is not None:
-        forward_pass.features[0] = args[0] if args else kwargs["hidden_states"]
+        forward_pass.features[tap] = hidden
 
 
-def _output_hook(tap: Tap) -> Callable[[nn.Module, Any, Any], None]:
-    def hook(module: nn.Module, args: Any, output: Any) -> None:
-        del module, args
-        forward_pass = current_pass()
-        if forward_pass is not None:
-            forward_pass.features[tap] = first_output(output)
+def _keep_input(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    _keep(0, args[0] if args else kwargs["hidden_states"])
 
-    return hook
+
+def _keep_output(tap: Tap) -> Callable[..., None]:
+    return lambda *event: _keep(tap, first_output(event[2]))
 
 
 class _ExitError(Exception):
