@@ -12,6 +12,7 @@ import torch
 import transformers as hf
 from gguf import GGMLQuantizationType as Type
 from models.gguf_files import SMALL, write
+from models.gguf_files import written as written_file
 from models.test_gguf import refusal, same_logits, told
 from tiny_models import random_model, tiny_config, tiny_model
 
@@ -19,7 +20,6 @@ from foretoken import LLM, SamplingParams
 from foretoken.models.loading import load_model
 from foretoken.models.stored.building import build
 from foretoken.models.stored.gguf import open_gguf
-from models import gguf_files
 
 _WINDOW = 6
 _SIZES = SMALL | {
@@ -87,7 +87,7 @@ def written(path: Path, name: str, *, leave_out: tuple[str, ...] = (), **options
     make, values = MODELS[name]
     model = random_model(make())
     options = {"matrices": Type.Q8_0, "tied": model.config.tie_word_embeddings} | options
-    return gguf_files.written(path, model, values=values | dict.fromkeys(leave_out), **options)
+    return written_file(path, model, values=values | dict.fromkeys(leave_out), **options)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -168,7 +168,7 @@ def test_phi3_with_factors_for_long_texts(path: Path) -> None:
     model = tiny_model("phi3", **SMALL, sliding_window=None, rope_parameters=rope)
     values = {"rope.scaling.attn_factor": 1.25, "rope.scaling.original_context_length": 48}
     factors = {"rope_factors_short.weight": short, "rope_factors_long.weight": long}
-    gguf_files.written(path, model, matrices=Type.Q8_0, values=values, tensors=factors)
+    written_file(path, model, matrices=Type.Q8_0, values=values, tensors=factors)
     same_logits(path, model)
     del factors["rope_factors_long.weight"]
     write(path, model, matrices=Type.Q8_0, values=values, tensors=factors)
@@ -177,7 +177,7 @@ def test_phi3_with_factors_for_long_texts(path: Path) -> None:
 
 @pytest.mark.parametrize("type_", [Type.Q4_0, Type.F16])
 def test_queries_keys_and_values_may_be_joined(path: Path, type_: Type) -> None:
-    model = gguf_files.written(path, tiny_model("llama", **SMALL, attention_bias=True), matrices=type_)
+    model = written_file(path, tiny_model("llama", **SMALL, attention_bias=True), matrices=type_)
     same_logits(path, model)
     write(path, model, matrices=type_, joined={"attn_qkv": ("attn_q", "attn_k", "attn_v")})
     same_logits(path, model)
@@ -185,7 +185,7 @@ def test_queries_keys_and_values_may_be_joined(path: Path, type_: Type) -> None:
 
 @pytest.mark.parametrize("type_", [Type.Q4_0, Type.F16])
 def test_gate_and_up_of_experts_may_be_joined(path: Path, type_: Type) -> None:
-    model = gguf_files.written(
+    model = written_file(
         path, tiny_model("mixtral", **SMALL), matrices=lambda key: Type.F32 if "mlp.gate." in key else type_,
         values={"expert_count": 4, "expert_used_count": 2},
         joined={"ffn_gate_up_exps": ("ffn_gate_exps", "ffn_up_exps")},
@@ -196,7 +196,7 @@ def test_gate_and_up_of_experts_may_be_joined(path: Path, type_: Type) -> None:
 def test_layers_for_further_tokens_are_left_out(path: Path) -> None:
     extra = {f"blk.3.nextn.{part}.weight": np.ones(64, np.float32) for part in ("enorm", "hnorm")}
     values = {"block_count": 4, "nextn_predict_layers": 1}
-    model = gguf_files.written(path, tiny_model("llama", **SMALL), matrices=Type.Q8_0, values=values, tensors=extra)
+    model = written_file(path, tiny_model("llama", **SMALL), matrices=Type.Q8_0, values=values, tensors=extra)
     same_logits(path, model)
     assert build(open_gguf(path), str(path), torch.float32)[0].config.num_hidden_layers == 3
 

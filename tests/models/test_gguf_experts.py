@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 from gguf import GGMLQuantizationType as Type
-from models.gguf_files import tiny_file
+from models.gguf_files import tiny_file, write
+from models.gguf_files import written as written_file
 from models.test_gguf import refusal, same_logits
 from tiny_models import tiny_model
 
@@ -20,7 +21,6 @@ from foretoken.models.loading import load_model
 from foretoken.models.smaller import unpacked_model
 from foretoken.models.stored.building import build
 from foretoken.models.stored.gguf import open_gguf
-from models import gguf_files
 
 SMALL = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
 WIDE = SMALL | {"hidden_size": 256, "intermediate_size": 256}  # blocks of 256 weights
@@ -51,7 +51,7 @@ def written(
         changes = sizes | {"head_dim": 64, "moe_intermediate_size": inner, "norm_topk_prob": True}
         counts["expert_feed_forward_length"] = inner
     options = {"matrices": Q4_0, "values": counts | (values or {})} | options
-    return gguf_files.written(path, tiny_model(architecture, **changes), **options)
+    return written_file(path, tiny_model(architecture, **changes), **options)
 
 
 @pytest.mark.parametrize("types", [Q4_0, mixed, CODES, lambda _: Type.BF16], ids=["Q4_0", "Q4_K_M", "codes", "BF16"])
@@ -121,7 +121,7 @@ def test_settings_that_are_refused(path: Path, key: str, value: int, message: st
 
 def test_experts_of_other_architectures(path: Path) -> None:
     model = tiny_model("qwen2", **SMALL)
-    gguf_files.write(path, model, matrices=Type.Q4_0, values={"expert_count": 4})
+    write(path, model, matrices=Type.Q4_0, values={"expert_count": 4})
     assert "is a mixture of experts. Expected a dense model." in refusal(path)
 
 

@@ -19,6 +19,7 @@ from models.integer_checkpoints import write as write_checkpoint
 from models.model_files import edit_config, refusal
 from models.test_gguf import WIDE
 from models.test_gguf_experts import mixed
+from models.test_gguf_experts import written as written_experts
 from tiny_models import tiny_model
 
 from foretoken import LLM, SamplingParams
@@ -27,7 +28,6 @@ from foretoken.decoder.native_storage import can_store_blocks
 from foretoken.decoder.quantized import QuantizedLinear
 from foretoken.models.loaded import LoadedModel
 from foretoken.models.loading import load_model
-from models import test_gguf_experts
 
 PROMPTS = [[5, 6, 7, 8, 5, 6, 7, 8], [*range(3, 40)]]
 _W8A8 = {"format": "int-quantized", "inputs": True}
@@ -81,7 +81,7 @@ def test_a_gguf_file_in_another_dtype_is_the_dequantized_model(path: Path, caplo
 
 def test_experts_and_offsets_are_unpacked_too(path: Path) -> None:
     sizes = SMALL | {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 2}
-    reference = test_gguf_experts.written(path, "mixtral", sizes, matrices=mixed)
+    reference = written_experts(path, "mixtral", sizes, matrices=mixed)
     module = load_model(path, dtype="float16").module
     for key, weight in reference.state_dict().items():
         torch.testing.assert_close(module.state_dict()[key], weight.half(), rtol=1e-3, atol=1e-7, msg=key)
