@@ -25,9 +25,16 @@ from foretoken.formats.files import Weights, open_files, write_config, write_wei
 from foretoken.heads.falcon import NUM_LAYERS
 from foretoken.heads.spire import SpireConfig
 from foretoken.models.architectures import PLAIN_ARCHITECTURES
-from foretoken.models.config import TWIN_KEY, TwinRecord, check_architecture, check_model_files, read_twin_record
+from foretoken.models.config import (
+    TWIN_KEY,
+    TwinRecord,
+    check_architecture,
+    check_model_files,
+    read_headers,
+    read_twin_record,
+)
 from foretoken.models.loading import load_config
-from foretoken.models.weight_files import check_shapes, read_headers
+from foretoken.models.weight_files import check_shapes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
