@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
-from foretoken.files.helper_process import serve
+from foretoken.files.processes import serve
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -5,20 +5,19 @@ from __future__ import annotations
 import json
 import re
 from collections import OrderedDict
+from collections.abc import Iterator, Mapping
 from copy import copy
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from foretoken.core.checks import shown
 from foretoken.core.errors import FormError, RequestError, foreign_errors_as, one_line
-from foretoken.files.helper_process import HelperProcess, TooSlow
-from foretoken.files.processes import ForkLock
+from foretoken.files.processes import ForkLock, HelperProcess, TooSlow
 from foretoken.grammars import checking_process
-from foretoken.grammars.schemas import refused_place, without_unknown_formats
 from foretoken.sampling.node_scores import Ends, GrammarState
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Mapping, Sequence
+    from collections.abc import Callable, Hashable, Sequence
 
     from foretoken.core.sampling_params import SamplingParams, StructuredOutputsParams
 
@@ -59,54 +58,42 @@ class GrammarChecks:
         return str(self.process.ask(asked, _LONGEST_S)["grammar"])
 
 
-T = TypeVar("T")
-
-
-class _Entry(NamedTuple, Generic[T]):
-    value: T
-    num_bytes: int
-
-
-class ByteCache(Generic[T]):
+class ByteCache:
     """Values by key, least recently used values dropped first; `num_bytes` of all together. Thread-safe."""
 
     def __init__(self, most_bytes: int) -> None:
         """Makes an empty cache of at most `most_bytes`; a larger value is not kept."""
         self.num_bytes = 0
         self._most_bytes = most_bytes
-        self._entries: OrderedDict[Hashable, _Entry[T]] = OrderedDict()
+        self._entries: OrderedDict[Hashable, tuple[Any, int]] = OrderedDict()  # values, and their bytes
         self._lock = ForkLock()
 
-    def get(self, key: Hashable) -> T | None:
+    def get(self, key: Hashable) -> Any:
         """Returns the value of a key, or None, and marks it as used."""
         with self._lock:
             if key not in self._entries:
                 return None
             self._entries.move_to_end(key)
-            return self._entries[key].value
+            return self._entries[key][0]
 
-    def put(self, key: Hashable, value: T, num_bytes: int) -> None:
+    def put(self, key: Hashable, value: Any, num_bytes: int) -> None:
         """Stores a value, and drops the least recently used values beyond the limit."""
         with self._lock:
-            if key in self._entries:
-                self.num_bytes -= self._entries.pop(key).num_bytes
+            self.num_bytes -= self._entries.pop(key, (None, 0))[1]
             if num_bytes > self._most_bytes:
                 return
-            self._entries[key] = _Entry(value, num_bytes)
+            self._entries[key] = value, num_bytes
             self.num_bytes += num_bytes
             while self.num_bytes > self._most_bytes:
-                self.num_bytes -= self._entries.popitem(last=False)[1].num_bytes
+                self.num_bytes -= self._entries.popitem(last=False)[1][1]
 
 
 # A compiled grammar takes up to 300 bytes per character (measured), and a few hundred kilobytes at least.
 _BYTES_KEPT, _BYTES_A_CHARACTER, _BYTES_A_GRAMMAR = 512 * 2**20, 300, 2 * 2**20
 # Limits of llguidance's lexers: a mask takes milliseconds to a few seconds. Compiling has no limit of its own.
 _LIMITS = {
-    "initial_lexer_fuel": 1_000_000,
-    "step_lexer_fuel": 200_000,
-    "max_lexer_states": 50_000,
-    "max_items_in_row": 16_384,
-}
+    "initial_lexer_fuel": 1_000_000, "step_lexer_fuel": 200_000, "max_lexer_states": 50_000, "max_items_in_row": 16_384,
+}  # fmt: skip
 
 
 class Grammars:
@@ -120,7 +107,7 @@ class Grammars:
         self._tokenizer, self._vocab_size = tokenizer, vocab_size
         own = getattr(tokenizer, "eos_token_id", None)
         self._eos_ids = list(eos_ids) or ([] if own is None else [int(own)])
-        self._matchers = ByteCache[Any](_BYTES_KEPT)
+        self._matchers = ByteCache(_BYTES_KEPT)
         self._checks, self._checking = GrammarChecks(self._setup), ForkLock()
 
     def state_of(self, params: SamplingParams) -> GrammarState | None:
@@ -179,8 +166,13 @@ class Grammars:
         tokenizer = copy(self._tokenizer.backend_tokenizer)  # as `from_tokenizer` does
         tokenizer.no_padding()
         tokenizer.no_truncation()
-        size = max(self._vocab_size, len(self._tokenizer))
-        return {"tokenizer": tokenizer.to_str(), "vocab_size": size, "eos_ids": self._eos_ids, "limits": _LIMITS}
+        return {
+            "tokenizer": tokenizer.to_str(), "vocab_size": self._num_ids, "eos_ids": self._eos_ids, "limits": _LIMITS,
+        }  # fmt: skip
+
+    @property
+    def _num_ids(self) -> int:
+        return max(self._vocab_size, len(self._tokenizer))
 
     @cached_property
     def _library(self) -> Any:
@@ -207,7 +199,6 @@ class Grammars:
             )
         from llguidance.hf import from_tokenizer
 
-        size = max(self._vocab_size, len(self._tokenizer))
         with foreign_errors_as(
             RequestError,
             lambda err: (
@@ -215,7 +206,7 @@ class Grammars:
                 "transformers."
             ),
         ):
-            return from_tokenizer(self._tokenizer, n_vocab=size, eos_token=self._eos_ids)
+            return from_tokenizer(self._tokenizer, n_vocab=self._num_ids, eos_token=self._eos_ids)
 
 
 def _form(asked: StructuredOutputsParams, kind: str) -> Form:
@@ -224,14 +215,75 @@ def _form(asked: StructuredOutputsParams, kind: str) -> Form:
     options: dict[str, Any] = {"whitespace_flexible": not asked.disable_any_whitespace}
     if asked.whitespace_pattern is not None:
         options["whitespace_pattern"] = asked.whitespace_pattern
-    return Form("json", without_unknown_formats(asked.schema), json.dumps(options))
+    return Form("json", _without_unknown_formats(asked.schema), json.dumps(options))
 
 
 def _refused(kind: str, reason: str, form: Form) -> FormError:
-    place = refused_place(json.loads(form.text), reason) if form.kind == "json" else ()
+    place = _refused_place(json.loads(form.text), reason) if form.kind == "json" else ()
     return FormError(
         kind,
         f"does not compile: {one_line(ValueError(reason))}",
         "Expected a JSON schema, regular expression or grammar within what llguidance supports.",
         place,
+    )
+
+
+# Keywords whose value is a schema, a list of schemas, or schemas by name. The value of any other keyword is data.
+_ONE = frozenset({
+    "additionalItems", "additionalProperties", "contains", "contentSchema", "else", "if", "items", "not",
+    "propertyNames", "then", "unevaluatedItems", "unevaluatedProperties",
+})  # fmt: skip
+_LIST = frozenset({"allOf", "anyOf", "items", "oneOf", "prefixItems"})
+_NAMED = frozenset({"$defs", "definitions", "dependentSchemas", "patternProperties", "properties"})
+# Of llguidance 1.9; a tuple, since any value may be compared with it.
+_KNOWN_FORMATS = ("date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "time", "uri", "uuid")
+
+
+def _subschemas(schema: Any, *place: str) -> Iterator[tuple[tuple[str, ...], Mapping[str, Any]]]:
+    """Yields every schema inside a schema with its path in it, the schema itself first.
+
+    `const`, `enum`, `default` and other data are not searched. `place` is the beginning of each path.
+    """
+    if not isinstance(schema, Mapping):
+        return
+    yield place, schema
+    for key, value in schema.items():
+        if key in _NAMED and isinstance(value, Mapping):
+            for name, each in value.items():
+                yield from _subschemas(each, *place, key, str(name))
+        elif key in _LIST and isinstance(value, list):
+            for at, each in enumerate(value):
+                yield from _subschemas(each, *place, key, str(at))
+        elif key in _ONE:
+            yield from _subschemas(value, *place, key)
+
+
+def _without_unknown_formats(text: str) -> str:
+    """Returns a schema without `format` keywords that llguidance would refuse; `format` is an annotation."""
+    schema = json.loads(text)
+    for _, each in _subschemas(schema):
+        if isinstance(each, dict) and each.get("format", "date") not in _KNOWN_FORMATS:
+            del each["format"]
+    return json.dumps(schema)
+
+
+def _refused_place(schema: Any, reason: str) -> tuple[str, ...]:
+    """Returns the place of the keyword that a message of llguidance speaks of; () if no keyword fits the message."""
+    for place, each in _subschemas(schema):
+        for key, value in each.items():
+            texts = value if key == "patternProperties" else [value] if key in _QUOTED else []
+            if f'"{key}"' in reason or (
+                isinstance(texts, list | Mapping) and any(_is_in(text, reason) for text in texts)
+            ):
+                return (*place, key)
+    return ()
+
+
+_QUOTED = ("$ref", "$schema", "pattern", "type")  # keywords whose value messages quote
+
+
+def _is_in(text: Any, reason: str) -> bool:
+    marked = f"{reason}\n"
+    return isinstance(text, str) and any(
+        f"{before}{text.lstrip('#')}{after}" in marked for before, after in (("'", "'"), (": ", "\n"), ("\n    ", "\n"))
     )

@@ -14,7 +14,7 @@ from typing import Any
 
 from jinja2 import UndefinedError
 
-from foretoken.files.helper_process import serve
+from foretoken.files.processes import serve
 
 MOST_BYTES = 512 << 20  # memory of one conversation's text; a choice: 8 MB of messages take a quarter of it
 _MOST_CHARACTERS = 32 << 20  # of a text; a choice: longer than any context, and read by the engine's process at once

@@ -12,12 +12,9 @@ import re
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Protocol
 
 from foretoken.core.checks import lone_surrogate
-from foretoken.grammars.schemas import ParameterTypes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-
-    Schemas = Mapping[str, Mapping[str, Any]]  # the parameters of every tool, by its name
+    from collections.abc import Callable, Sequence
 
 _DEEPEST = 64  # nested brackets; a choice: bounds the work of the JSON and Python parsers
 MOST_SPACES = 64  # between the tokens of a call; a choice: bounds the text that is read again with the next piece
@@ -31,24 +28,6 @@ class Call(NamedTuple):
 
     name: str
     arguments: str
-
-
-class KnownTools:
-    """The tools of a request; reads the schema of each once."""
-
-    def __init__(self, schemas: Schemas) -> None:
-        """Reads nothing yet; schemas: the parameters of every tool, by its name."""
-        self._schemas, self._types = schemas, dict[str, ParameterTypes]()
-
-    def has(self, name: str) -> bool:
-        """Whether the request has a tool of this name."""
-        return name in self._schemas
-
-    def types(self, name: str) -> ParameterTypes:
-        """Returns the parameters of a tool; any parameters for a tool that is not known."""
-        if name not in self._types:
-            self._types[name] = ParameterTypes(self._schemas.get(name, {}))
-        return self._types[name]
 
 
 class ReadCalls(NamedTuple):

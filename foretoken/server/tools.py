@@ -21,7 +21,8 @@ from foretoken.server.xml_calls import XmlReader
 
 if TYPE_CHECKING:
     from foretoken.core.errors import FormError
-    from foretoken.server.call_syntax import Brackets, CallReader, KnownTools
+    from foretoken.server.call_syntax import Brackets, CallReader
+    from foretoken.server.xml_calls import KnownTools
 
 _MOST_CHARACTERS = 512 * 1024  # of all tools as JSON; a choice: bounds the prompt and the grammar
 _MOST_TOOLS = 128  # OpenAI's limit

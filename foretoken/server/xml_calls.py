@@ -1,30 +1,20 @@
-"""Reads tool calls in XML syntax, whose arguments are text without escapes; see `call_syntax`."""
+"""Reads tool calls in XML syntax, whose arguments are text without escapes: the tool's schema says their types."""
 
 from __future__ import annotations
 
 import ast
 import json
 import re
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
+from urllib.parse import unquote
 
-from foretoken.grammars.schemas import json_type
-from foretoken.server.call_syntax import (
-    LONGEST_HEAD,
-    MOST_SPACES,
-    NOT_A_CALL,
-    Call,
-    KnownTools,
-    ReadCalls,
-    as_call,
-    loaded_json,
-    python_expression,
-)
+from foretoken.server import call_syntax
+from foretoken.server.call_syntax import LONGEST_HEAD, MOST_SPACES, NOT_A_CALL, Call, ReadCalls
 
-if TYPE_CHECKING:
-    from foretoken.grammars.schemas import ParameterTypes
-
+Schemas = Mapping[str, Mapping[str, Any]]  # the parameters of every tool, by its name
 _NAMES = r"[^<>\n]{1,128}"
 _SPACES = rf"\s{{0,{MOST_SPACES}}}"
 _OPEN = rf"<tool_call>{_SPACES}<function={_NAMES}>"
@@ -99,10 +89,10 @@ class XmlReader:
             for at in self._opens:
                 if _LEFT_OPEN.search(text, max(0, at - _LONGEST_MARK), at):
                     return self._found(at)
-            if "\n" not in self._begun[0] or not self._tools.has(self._begun[1].strip()):
+            if "\n" not in self._begun[0] or self._begun[1].strip() not in self._tools.schemas:
                 for at in self._opens:
                     begun = _BEGIN.match(text, at + len("<tool_call>"))
-                    if begun is not None and "\n" in begun[0] and self._tools.has(begun[1].strip()):
+                    if begun is not None and "\n" in begun[0] and begun[1].strip() in self._tools.schemas:
                         return ReadCalls(at)  # prose about tags comes before the call
             end = next((end for end in self._ends if _NEXT_CALL.match(text, end)), None)
             return ReadCalls(len(text)) if end is None else self._found(end)
@@ -125,16 +115,16 @@ class XmlReader:
 
     def _functions(self, body: str) -> list[Call]:
         """Returns the calls in the text between the markers of a call."""
-        inner = [mark.end("close") for mark in _NEXT.finditer(body) if self._tools.has(mark[2].strip())]
+        inner = [mark.end("close") for mark in _NEXT.finditer(body) if mark[2].strip() in self._tools.schemas]
         calls = []
         for start, end in pairwise([0, *inner, len(body)]):
             begun = _BEGIN.match(body, start)
             if begun is None or not body.endswith("</function>", start, end):
                 raise ValueError("no function")
             name = begun[1].strip()
-            types = self._tools.types(name)
+            types = self._tools[name]
             values = _values(body[begun.end() : end - len("</function>")], types.required)
-            calls.append(as_call(name, {key: typed_value(text, types, key) for key, text in values.items()}))
+            calls.append(call_syntax.as_call(name, {key: _typed_value(text, types, key) for key, text in values.items()}))
         return calls
 
 
@@ -201,21 +191,21 @@ def _inner(text: str) -> str:
     return text.removeprefix("\n").removesuffix("\n")
 
 
-def typed_value(text: str, types: ParameterTypes, name: str) -> Any:
+def _typed_value(text: str, types: ParameterTypes, name: str) -> Any:
     """Returns a parameter's value: JSON or a Python literal of a type that the schema allows, otherwise the text.
 
     Where text is allowed too, a number must be written as JSON writes it, so that no digit is lost.
     """
-    allowed = types.types(name)
-    if allowed <= {"string"} or text in types.texts(name):
+    allowed, texts = types.read(name)
+    if allowed <= {"string"} or text in texts:
         return text
-    for read in (loaded_json, _literal):
+    for read in (call_syntax.loaded_json, _literal):
         try:
             value = read(text)
             written = json.dumps(value, allow_nan=False)
         except NOT_A_CALL:
             continue
-        kind = json_type(value)
+        kind = _json_type(value)
         if kind in allowed and kind != "string":
             is_lossy = "string" in allowed and isinstance(value, int | float) and not isinstance(value, bool)
             return text if is_lossy and written != text else value
@@ -231,4 +221,132 @@ def _literal(text: str) -> Any:
         return _PYTHON_NAMES[text]
     if not text.startswith(("{", "[")):
         raise ValueError("no literal of a type that JSON writes in another way")
-    return ast.literal_eval(python_expression(text))
+    return ast.literal_eval(call_syntax.python_expression(text))
+
+
+_TYPES = frozenset({"array", "boolean", "integer", "null", "number", "object", "string"})
+# Keywords of a schema without a type, and the types that they are meant for.
+_MEANT = {
+    "object": ("properties", "required", "additionalProperties", "patternProperties", "minProperties", "maxProperties"),
+    "array": ("items", "prefixItems", "minItems", "maxItems", "uniqueItems"),
+    "string": ("pattern", "minLength", "maxLength", "format"),
+    "number": ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"),
+}
+_MOST_VISITS = 2_000  # schemas read for one parameter; a choice: references can repeat without end
+
+
+class KnownTools(dict[str, "ParameterTypes"]):
+    """The parameters of each tool that a message calls, read once; any parameters for a tool without a schema."""
+
+    def __init__(self, schemas: Schemas) -> None:
+        self.schemas = schemas
+
+    def __missing__(self, name: str) -> ParameterTypes:
+        self[name] = ParameterTypes(self.schemas.get(name, {}))
+        return self[name]
+
+
+class ParameterTypes:
+    """The parameters of one tool: their names, and the types that their schemas allow in whatever form."""
+
+    def __init__(self, schema: Mapping[str, Any]) -> None:
+        """Reads the names; a schema that declares none, or allows others, takes any name."""
+        self._root, self._visits = schema, 0
+        required = schema.get("required")
+        self.required = frozenset(map(str, required)) if isinstance(required, list) else frozenset[str]()
+        self._declared: dict[str, list[Any]] = {}
+        self._others: list[Any] = []  # schemas of parameters that are not declared
+        for each in self._parts(schema, 0):
+            properties, others = each.get("properties"), each.get("additionalProperties")
+            for name, inner in properties.items() if isinstance(properties, Mapping) else ():
+                self._declared.setdefault(name, []).append(inner)
+            if others is True or isinstance(others, Mapping):
+                self._others.append(others)
+        self._known: dict[str, tuple[frozenset[str], frozenset[str]]] = {}
+
+    def read(self, name: str) -> tuple[frozenset[str], frozenset[str]]:
+        """Returns the JSON types that a parameter may have, and the texts that its `enum` or `const` lists.
+
+        A parameter without a schema has the type "string" alone.
+        """
+        if name not in self._known:
+            self._visits = 0
+            schemas = self._declared.get(name) or [each for each in self._others if isinstance(each, Mapping)]
+            types = frozenset[str]().union(*(self._types(each, 0) for each in schemas)) if schemas else {"string"}
+            lists = [_constants(each) or [] for each in schemas if isinstance(each, Mapping)]
+            texts = frozenset(value for values in lists for value in values if isinstance(value, str))
+            self._known[name] = frozenset(types), texts
+        return self._known[name]
+
+    def _parts(self, schema: Any, depth: int) -> Iterator[Mapping[str, Any]]:
+        """Yields a schema, and those that it is made of."""
+        self._visits += 1
+        if not isinstance(schema, Mapping) or depth > 16 or self._visits > _MOST_VISITS:
+            return
+        yield schema
+        if "$ref" in schema:
+            yield from self._parts(self._target(schema["$ref"]), depth + 1)
+        for key in ("allOf", "anyOf", "oneOf"):
+            branches = schema.get(key)
+            for each in branches if isinstance(branches, list) else ():
+                yield from self._parts(each, depth + 1)
+
+    def _types(self, schema: Any, depth: int) -> frozenset[str]:
+        self._visits += 1
+        if not isinstance(schema, Mapping) or depth > 16 or self._visits > _MOST_VISITS:
+            return _TYPES
+        allowed, is_told = _TYPES, False
+        for key, value in schema.items():
+            of_key: frozenset[str] | None = None
+            if key == "type" and isinstance(value, str | list):
+                of_key = frozenset([value] if isinstance(value, str) else [each for each in value if each in _TYPES])
+                of_key |= {"integer"} if "number" in of_key else frozenset()
+            elif key == "$ref":
+                of_key = self._types(self._target(value), depth + 1)
+            elif key in ("anyOf", "oneOf") and isinstance(value, list) and value:
+                of_key = frozenset().union(*(self._types(each, depth + 1) for each in value))
+            elif key == "allOf" and isinstance(value, list):
+                of_key = _TYPES.intersection(*(self._types(each, depth + 1) for each in value))
+            if of_key is not None:
+                allowed, is_told = allowed & of_key, True
+        constants = _constants(schema)
+        if constants is not None:
+            allowed, is_told = allowed & frozenset(map(_json_type, constants)), True
+        if not is_told:
+            meant = {kind for kind, keys in _MEANT.items() if any(key in schema for key in keys)}
+            allowed = frozenset(meant | ({"integer"} if "number" in meant else set())) or _TYPES
+        return (allowed | {"null"} if schema.get("nullable") is True else allowed) or _TYPES
+
+    def _target(self, reference: Any) -> Any:
+        """Returns the schema that a reference within the tool's schema names; None for any other reference."""
+        if not isinstance(reference, str):
+            return None
+        own = self._root.get("$id")
+        if isinstance(own, str) and own:
+            reference = reference.removeprefix(own.rstrip("#"))
+        target: Any = self._root
+        if not reference.startswith("#"):
+            return None
+        for part in unquote(reference[1:]).split("/")[1:]:
+            name = part.replace("~1", "/").replace("~0", "~")
+            if isinstance(target, list) and name.isdecimal() and int(name) < len(target):
+                target = target[int(name)]
+            else:
+                target = target.get(name) if isinstance(target, Mapping) else None
+        return target
+
+
+def _json_type(value: Any) -> str:
+    """Returns the name of a value's JSON type; "integer" for a number without a fraction, "" for no JSON value."""
+    if isinstance(value, bool):
+        return "boolean"
+    if isinstance(value, int) or (isinstance(value, float) and value.is_integer()):
+        return "integer"
+    kinds = ((float, "number"), (str, "string"), (list, "array"), (dict, "object"), (type(None), "null"))
+    return next((name for kind, name in kinds if isinstance(value, kind)), "")
+
+
+def _constants(schema: Mapping[str, Any]) -> list[Any] | None:
+    if "const" in schema:
+        return [schema["const"]]
+    return schema["enum"] if isinstance(schema.get("enum"), list) else None

@@ -16,8 +16,7 @@ from torch import Tensor
 from foretoken.core.checks import check_boolean, check_integer, check_text, checked_token_ids, shown
 from foretoken.core.errors import ConfigError, ForetokenError, RequestError, foreign_errors_as, one_line
 from foretoken.core.sampling_params import OtherField, check_other_keywords
-from foretoken.files.helper_process import HelperProcess, TooSlow
-from foretoken.files.processes import ForkLock
+from foretoken.files.processes import ForkLock, HelperProcess, TooSlow
 from foretoken.models import chat_templates
 
 if TYPE_CHECKING:
