@@ -58,8 +58,7 @@ def batch(
     continues an interrupted run; each custom_id is answered once. A line that cannot be served is answered with its
     status and message, and other lines go on.
     """
-    from foretoken.server.batch import AnswerFile, count_lines, held, run_batch
-    from foretoken.server.ray_batch import RayWorkers, run_ray_batch
+    from foretoken.server.batch import AnswerFile, RayWorkers, count_lines, held, run_batch, run_ray_batch
     from foretoken.server.request_fields import MOST_CHOICES
 
     name, model = served_model_name or model, resolve_model(model)

@@ -1,15 +1,21 @@
-"""Answers a file of requests in OpenAI's batch format, some lines at a time, each line exactly once."""
+"""Answers a file of requests in OpenAI's batch format, some lines at a time, each line exactly once.
+
+One engine of this process answers the lines, or several over Ray. Ray starts workers, sends them lines, restarts
+workers that end, and sends their lines again. This process alone reads and writes the two files.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import logging
+import os
 import uuid
 from codecs import BOM_UTF8
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from itertools import chain, islice
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from foretoken.core.errors import ConfigError, ForetokenError, RequestError
 from foretoken.files.atomic_files import put_file, told_as
@@ -29,8 +35,7 @@ _MOST_LINE_BYTES = 8 * MIB  # as `MOST_BODY_BYTES`: a line is the body of a requ
 _PIECE_BYTES = MIB
 
 
-@dataclass(frozen=True, slots=True)
-class Line:
+class Line(NamedTuple):
     """One line of a batch, counted from 1; data: its bytes, or None if the line is longer than a request may be."""
 
     number: int
@@ -139,23 +144,54 @@ _NO_TEMPLATE = "Pass --chat-template FILE, or ask /v1/completions for the text."
 _log = logging.getLogger(__name__)
 
 
+@dataclass(slots=True)
+class BatchCounts:
+    """The progress of a batch: lines kept from an earlier run; lines, failures and tokens of this run."""
+
+    kept: int = 0
+    answered: int = 0
+    failed: int = 0
+    tokens: int = 0
+
+
 class OpenLines:
-    """The lines of a file that have no answer yet; `kept` counts lines that an earlier run answered."""
+    """The lines of a file that have no answer yet; collects their answers.
 
-    def __init__(self, source: Path, answers: AnswerFile) -> None:
-        self._source, self._answered, self._seen, self.kept = source, frozenset(answers.answered), set[str](), 0
+    `counts` is the progress. Its `kept` grows with the iteration, by the lines that an earlier run answered.
+    """
 
-    def __iter__(self) -> Iterator[tuple[Line, dict[str, Any] | ApiError]]:
-        """Yields each line with its request, or with the error of a line that holds no valid request."""
+    def __init__(
+        self, source: Path, answers: AnswerFile, on_answer: Callable[[BatchCounts], None] = lambda _: None
+    ) -> None:
+        self._source, self._answers, self._on_answer = source, answers, on_answer
+        self._kept, self._seen, self.counts = frozenset(answers.answered), set[str](), BatchCounts()
+
+    def __iter__(self) -> Iterator[tuple[Line, dict[str, Any]]]:
+        """Yields each line with its request; answers a line without a valid request with the error."""
         for line in read_lines(self._source):
+            refused = None
             try:
-                asked: dict[str, Any] | ApiError = self._parsed(line)
+                asked = self._parsed(line)
             except ApiError as err:
-                asked = err
-            if name_of(_identity(line, asked)) in self._answered:
-                self.kept += 1
+                asked, refused = {"custom_id": None}, err
+            if name_of(_identity(line, asked)) in self._kept:
+                self.counts.kept += 1
+            elif refused is not None:
+                self.add(_answer(line, asked, refused.status, refused.body))
             else:
                 yield line, asked
+
+    def add(self, answer: dict[str, Any]) -> None:
+        """Writes and counts an answer; raises as `AnswerFile.add` does."""
+        self._answers.add(answer)
+        counts, response = self.counts, answer["response"]
+        counts.answered += 1
+        if response["status_code"] == 200:
+            usage = response["body"]["usage"]
+            counts.tokens += usage["output_tokens" if "output_tokens" in usage else "completion_tokens"]
+        else:
+            counts.failed += 1
+        self._on_answer(counts)
 
     def _parsed(self, line: Line) -> dict[str, Any]:
         if line.data is None:
@@ -168,6 +204,15 @@ class OpenLines:
             raise ApiError(f"line {line.number} has the custom_id {custom!a} of a line before. Expected its own.")
         self._seen.add(custom)
         return asked
+
+
+def _identity(line: Line, asked: dict[str, Any]) -> dict[str, Any]:
+    return {"id": f"batch_req_{line.number}", "custom_id": asked["custom_id"]}
+
+
+def _answer(line: Line, asked: dict[str, Any], status: int, body: dict[str, Any]) -> dict[str, Any]:
+    response = {"status_code": status, "request_id": f"req_{uuid.uuid4().hex}", "body": body}
+    return {**_identity(line, asked), "response": response, "error": None}
 
 
 class LineAnswers:
@@ -215,41 +260,6 @@ class LineAnswers:
         return await live.whole(lambda body: body)
 
 
-def refused_line(line: Line, error: ApiError) -> dict[str, Any]:
-    """Returns the output line for a line without a valid request."""
-    return _answer(line, error, error.status, error.body)
-
-
-def _answer(line: Line, asked: dict[str, Any] | ApiError, status: int, body: dict[str, Any]) -> dict[str, Any]:
-    response = {"status_code": status, "request_id": f"req_{uuid.uuid4().hex}", "body": body}
-    return {**_identity(line, asked), "response": response, "error": None}
-
-
-def _identity(line: Line, asked: dict[str, Any] | ApiError) -> dict[str, Any]:
-    custom = None if isinstance(asked, ApiError) else asked["custom_id"]
-    return {"id": f"batch_req_{line.number}", "custom_id": custom}
-
-
-@dataclass(slots=True)
-class BatchCounts:
-    """The progress of a batch: lines kept from an earlier run; lines, failures and tokens of this run."""
-
-    kept: int = 0
-    answered: int = 0
-    failed: int = 0
-    tokens: int = 0
-
-    def add(self, answer: dict[str, Any], *, kept: int) -> None:
-        """Counts an answered line; kept: lines passed so far that an earlier run answered."""
-        response = answer["response"]
-        self.kept, self.answered = kept, self.answered + 1
-        if response["status_code"] == 200:
-            usage = response["body"]["usage"]
-            self.tokens += usage["output_tokens" if "output_tokens" in usage else "completion_tokens"]
-        else:
-            self.failed += 1
-
-
 async def run_batch(
     engine: AsyncLLM,
     source: Path,
@@ -265,15 +275,12 @@ async def run_batch(
     `engine`: serves requests; its queue must have room for all lines in flight. Raises `ForetokenError` when a file
     cannot be read or written, or the engine fails; finished answers are kept.
     """
-    lines, todo, counts = LineAnswers(engine, model, chat_template), OpenLines(source, answers), BatchCounts()
+    lines, todo = LineAnswers(engine, model, chat_template), OpenLines(source, answers, on_answer)
     still_open = iter(todo)
 
     async def work() -> None:
         for line, asked in still_open:
-            answer = refused_line(line, asked) if isinstance(asked, ApiError) else await lines.answer(line, asked)
-            answers.add(answer)
-            counts.add(answer, kept=todo.kept)
-            on_answer(counts)
+            todo.add(await lines.answer(line, asked))
 
     try:
         async with asyncio.TaskGroup() as group:
@@ -281,5 +288,130 @@ async def run_batch(
                 group.create_task(work())
     except* ForetokenError as errors:
         raise errors.exceptions[0] from None
-    counts.kept = todo.kept
-    return counts
+    return todo.counts
+
+
+_OBJECT_STORE_BYTES = 100 << 20  # for a cluster of this machine alone; a choice: lines are small
+# Of a line, or of loading, after a worker ended. A choice: a line that crashes every worker must not run for ever.
+_MOST_RETRIES = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RayWorkers:
+    """The workers of a batch.
+
+    Attributes:
+        number: The most workers; there are never more workers than lines.
+        make_engine: Makes the engine of a worker; its queue must have room for `max_in_flight` lines.
+        max_in_flight: Lines that a worker answers at once.
+        uses_gpu: Whether each worker has its own GPU; None to decide by whether the cluster has GPUs.
+        on_start: Called with the number of ready workers and of all workers, while they start.
+    """
+
+    number: int
+    make_engine: Callable[[], AsyncLLM]
+    max_in_flight: int
+    num_cpus: int
+    uses_gpu: bool | None
+    on_start: Callable[[int, int], None]
+
+
+def run_ray_batch(
+    workers: RayWorkers,
+    source: Path,
+    answers: AnswerFile,
+    *,
+    model: str,
+    chat_template: str | None = None,
+    on_answer: Callable[[BatchCounts], None],
+) -> BatchCounts:
+    """Answers all lines that have no answer yet on Ray workers; arguments and result as in `run_batch`.
+
+    Uses the cluster that this process is connected to, else the one that `RAY_ADDRESS` names, else a new one on this
+    machine for this call alone. Workers start once and together; each gets lines as soon as it is ready. Raises
+    `ConfigError` when Ray is not installed, otherwise as `run_batch` does, also if a worker fails.
+    """
+    todo = OpenLines(source, answers, on_answer)
+    lines = iter(todo)
+    first = list(islice(lines, workers.number))  # a worker for each line; more workers would idle
+    if first:
+        workers.on_start(0, len(first))
+        with _cluster(workers) as ray:
+            making = ray.remote(_Worker).options(
+                num_cpus=workers.num_cpus, num_gpus=1 if _has_gpus(ray, workers) else 0, max_restarts=-1,
+                max_task_retries=_MOST_RETRIES, max_concurrency=workers.max_in_flight,
+            )  # fmt: skip
+            actors = [making.remote(workers.make_engine, model, chat_template) for _ in first]
+            for answer in _answered(ray, workers, actors, (line for line, _ in chain(first, lines))):
+                todo.add(answer)
+    return todo.counts
+
+
+def _has_gpus(ray: Any, workers: RayWorkers) -> bool:
+    return ray.cluster_resources().get("GPU", 0) > 0 if workers.uses_gpu is None else workers.uses_gpu
+
+
+def _answered(ray: Any, workers: RayWorkers, actors: list[Any], lines: Iterator[Line]) -> Iterator[dict[str, Any]]:
+    """Yields answers as they come, while some `actors` may still load; ends all workers at the end."""
+    starting = {actor.__ray_ready__.remote(): actor for actor in actors}
+    asked: dict[Any, Any] = {}  # the worker of each line, by the reference of its answer
+    is_read = False
+    try:
+        while asked or (starting and not is_read):
+            (done,), _ = ray.wait([*starting, *asked], num_returns=1)
+            made, room = ray.get(done), 1
+            if done in starting:
+                actor, room = starting.pop(done), workers.max_in_flight
+                workers.on_start(len(actors) - len(starting), len(actors))
+            else:
+                actor = asked.pop(done)
+                yield json.loads(made)
+            more = list(islice(lines, room))
+            is_read = len(more) < room
+            asked |= {actor.answer.remote(line.number, line.data): actor for line in more}
+    except ray.exceptions.RayError as err:
+        raise ForetokenError(f"the workers failed: {_reason(err)} Run the command again: it continues.") from err
+    finally:
+        for actor in actors:
+            ray.kill(actor)
+
+
+def _reason(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{lines[-1].rstrip('.')}." if lines else f"{type(error).__name__}."
+
+
+class _Worker:
+    def __init__(self, make_engine: Callable[[], AsyncLLM], model: str, chat_template: str | None) -> None:
+        self._lines = LineAnswers(make_engine(), model, chat_template)
+
+    async def answer(self, number: int, data: bytes) -> bytes:
+        answer = await self._lines.answer(Line(number, data), parse_object(data))
+        return json.dumps(answer, ensure_ascii=False).encode()
+
+
+@contextmanager
+def _cluster(workers: RayWorkers) -> Iterator[Any]:
+    # Ray reads these at its first import. They turn off usage reports and Ray's own messages about ended workers.
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")
+    try:
+        import ray
+        import ray.exceptions
+    except ImportError as err:
+        raise ConfigError("Ray is not installed. Run in foretoken's repository: pip install '.[ray]'.") from err
+    if ray.is_initialized():  # the caller connected, and disconnects
+        yield ray
+        return
+    quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
+    if "RAY_ADDRESS" in os.environ:
+        ray.init(**quiet)
+    else:
+        ray.init(
+            address="local", include_dashboard=False, num_cpus=workers.number * workers.num_cpus,
+            object_store_memory=_OBJECT_STORE_BYTES, _node_ip_address="127.0.0.1", **quiet,
+        )  # fmt: skip
+    try:
+        yield ray
+    finally:
+        ray.shutdown()

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
 from collections import Counter
-from typing import TYPE_CHECKING, Any, NoReturn
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, MutableMapping
+from typing import Any, NoReturn, TypeVar
 
 from foretoken.core.checks import lone_surrogate
 from foretoken.core.errors import EngineStopped, QueueFull, RequestError
 
-if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Iterator, Mapping, MutableMapping
-
-    Message = MutableMapping[str, Any]
-    Receive = Callable[[], Awaitable[Message]]
-    Send = Callable[[Message], Awaitable[None]]
-    App = Callable[[MutableMapping[str, Any], Receive, Send], Awaitable[None]]
+_Result = TypeVar("_Result")
+# Of ASGI.
+Message = MutableMapping[str, Any]
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 _TYPES = {
     400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error", 405: "method_not_allowed",
@@ -196,7 +198,19 @@ async def send_json(
     await send({"type": "http.response.body", "body": content, "more_body": not is_end})
 
 
-async def disconnect(receive: Receive) -> None:
-    """Waits until the client disconnects."""
+async def run_while_connected(work: Coroutine[Any, Any, _Result], receive: Receive) -> asyncio.Task[_Result]:
+    """Runs `work` until it ends or the client disconnects, which cancels it; returns its task, which is done."""
+    task, gone = asyncio.ensure_future(work), asyncio.ensure_future(_disconnect(receive))
+    try:
+        await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        gone.cancel()
+        if not task.done():
+            task.cancel()
+            await asyncio.wait((task,))
+    return task
+
+
+async def _disconnect(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass

@@ -3,16 +3,27 @@
 `serve run foretoken.server.ray_deployment:app model=MODEL num_replicas=2`, the same fields in a file for `serve
 run FILE`, or `ray.serve.run(app(RayArguments(model=MODEL)))`. Ray starts, watches, scales and replaces the replicas.
 Every replica runs the server of `foretoken serve`. The fronts before the replicas hold no model.
+
+Requests with the same beginning go to the same replica. If the replica ends before the client received anything,
+another replica gets the whole request. A stream that has begun ends with an error: no text comes from two replicas.
 """
 
 # Ray Serve and pydantic read annotations at run time.
-from collections.abc import AsyncGenerator
+import asyncio
+import hashlib
+import json
+import logging
+import uuid
+from collections.abc import AsyncGenerator, Iterable, Mapping
+from contextlib import aclosing
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from foretoken.core.errors import ConfigError, ModelError
+from foretoken.server.guards import CLIENT, Guards, api_keys, check_origins, open_to
+from foretoken.server.json_body import ApiError, App, Message, Receive, Scope, Send, run_while_connected, send_json
 
 _ROUTER = "ray.serve.experimental.consistent_hash_router.ConsistentHashRouter"
 # Any replica with room, if the replica of the prefix has none; more than a cluster has.
@@ -125,17 +136,13 @@ class Replica:
 
     async def answer(self, scope: dict[str, Any], body: bytes) -> AsyncGenerator[dict[str, Any]]:
         """Yields the server's answer as ASGI messages; see `answer_messages`."""
-        from foretoken.server.ray_forwarding import answer_messages
-
         async for message in answer_messages(self._app, scope, body):
             yield dict(message)
 
     async def metrics_page(self) -> str:
         """Returns the figures of this replica."""
-        from foretoken.server.ray_forwarding import answer_messages
-
         scope = {"type": "http", "method": "GET", "path": "/metrics", "headers": [], "query_string": b""}
-        messages = [message async for message in answer_messages(self._app, scope, b"")]
+        messages = [message async for message in self.answer(scope, b"")]
         return b"".join(message.get("body", b"") for message in messages).decode()
 
     def check_health(self) -> None:
@@ -144,27 +151,185 @@ class Replica:
             raise ModelError("the engine serves no requests any more.")
 
 
+_log = logging.getLogger(__name__)
+_MOST_ATTEMPTS = 4  # a choice: a request that crashes replicas cannot crash all of them
+_METRICS_SECONDS = 10.0  # for the figures of all replicas; the default timeout of Prometheus
+_RETRY = {"Retry-After": "1"}
+_NONE_COULD_SERVE = ApiError("No replica could serve the request. Send it again.", status=503, headers=_RETRY)
+_TOO_MANY_WAIT = ApiError("Too many requests wait.", status=429, code="queue_full", headers=_RETRY)
+
+
+class _Stopped(Exception):
+    """The replica has stopped and serves no requests."""
+
+
 class Front:
-    """Receives requests and forwards them to replicas; see `ray_forwarding`."""
+    """Receives requests and forwards every one to a replica."""
 
     def __init__(self, replicas: Any, arguments: RayArguments) -> None:
         """Reads the API keys; raises `ConfigError` when an API key or an allowed origin is invalid."""
-        from foretoken.server.guards import api_keys, check_origins
+        from ray import exceptions
 
         check_origins(arguments.allowed_origins)
         self._replicas, self._length, self._origins = replicas, arguments.prefix_characters, arguments.allowed_origins
         self._keys = api_keys(None if arguments.api_key_file is None else Path(arguments.api_key_file))
+        self._lost = exceptions.RayActorError, exceptions.ObjectLostError, exceptions.WorkerCrashedError
 
     def __serve_build_asgi_app__(self) -> Any:
         from starlette.applications import Starlette
         from starlette.routing import Mount
 
-        from foretoken.server.guards import Guards, open_to
-        from foretoken.server.ray_forwarding import Forwarding
-
-        forwarding = Forwarding(self._replicas, prefix_characters=self._length)
-        guarded = Guards(forwarding, api_keys=self._keys, refused=lambda _: None)
+        guarded = Guards(self._serve, api_keys=self._keys, refused=lambda _: None)
         return Starlette(routes=[Mount("/", app=open_to(self._origins, guarded))])
+
+    async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answers one request; its body comes in one message."""
+        body = (await receive()).get("body", b"")
+        is_page = scope["path"] == "/metrics"
+        answer = self._page(send) if is_page else self._answered(portable_scope(scope), body, send)
+        answering = await run_while_connected(answer, receive)
+        if not answering.cancelled():
+            answering.result()
+
+    async def _page(self, send: Send) -> None:
+        response = self._replicas.broadcast("metrics_page")
+        pages = await response.results_async(timeout_s=_METRICS_SECONDS, return_exceptions=True)
+        page = merged_pages(page for page in pages if isinstance(page, str)).encode()
+        headers = [(b"content-type", b"text/plain; version=0.0.4; charset=utf-8")]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": page})
+
+    async def _answered(self, scope: dict[str, Any], body: bytes, send: Send) -> None:
+        """Forwards the answer of a replica; holds the status until the first part of the body, to be able to retry."""
+        from ray.exceptions import RayError
+        from ray.serve.exceptions import BackPressureError, RayServeException
+
+        key, error = prefix_key(body, self._length) or uuid.uuid4().hex, _NONE_COULD_SERVE
+        for attempt in range(_MOST_ATTEMPTS):
+            held: list[Message] = []
+            has_begun = False
+            try:
+                async with aclosing(self._messages(key, scope, body)) as messages:
+                    async for message in messages:
+                        held.append(message)
+                        if message.get("status") == 503:
+                            raise _Stopped
+                        if message["type"] == "http.response.body":
+                            has_begun = True
+                            while held:
+                                await send(held.pop(0))
+                return
+            except (*self._lost, _Stopped) as err:
+                if has_begun:
+                    await self._break_off(scope["path"], send)
+                    return
+                _log.warning("a replica ended while it served a request (%s)", type(err).__name__)
+                key = uuid.uuid4().hex  # another replica
+                await asyncio.sleep(0.2 * (attempt + 1))
+            except BackPressureError:
+                error = _TOO_MANY_WAIT
+                break
+            except (RayError, RayServeException):
+                _log.exception("a request could not be served")
+                break
+        await send_json(send, error.body, error.status, error.headers)
+
+    async def _messages(self, key: str, scope: dict[str, Any], body: bytes) -> AsyncGenerator[Message]:
+        """Yields the messages of the replica for this key; tells the replica if the reader stops."""
+        handle = self._replicas.options(stream=True, method_name="answer", session_id=key)
+        response = handle.remote(scope, body)
+        try:
+            async for message in response:
+                yield message
+        finally:
+            response.cancel()
+
+    async def _break_off(self, path: str, send: Send) -> None:
+        error = ApiError("The server that wrote this answer ended. Send the request again.", status=503)
+        told, name = error.body, ""
+        if path.endswith("/responses"):
+            told, name = {"type": "error", "code": "server_error", "message": error.message, "param": None}, "error"
+        event = (f"event: {name}\n" if name else "") + f"data: {json.dumps(told)}\n\n"
+        await send({"type": "http.response.body", "body": event.encode(), "more_body": False})
+
+
+def prefix_key(body: bytes, length: int) -> str | None:
+    """Returns a key that prompts with the same first characters and the same `cache_salt` share.
+
+    Only the beginning of a conversation counts, up to the first user message: all its turns have one key. `length`
+    counts characters; for prompts of token ids, tokens. The key is a hash, which reveals nothing of the prompt; None
+    for a body without a prompt.
+    """
+    try:
+        asked = json.loads(body)
+    except (ValueError, RecursionError):  # the engine's server reports the error
+        return None
+    beginning = _beginning(asked, length) if isinstance(asked, dict) else None
+    if not beginning:
+        return None
+    told = json.dumps([asked.get("cache_salt"), beginning])
+    return hashlib.blake2b(told.encode(), digest_size=16).hexdigest()
+
+
+def _beginning(asked: dict[str, Any], length: int) -> Any:
+    messages = asked.get("messages", asked.get("input"))
+    if isinstance(messages, list) and messages and isinstance(messages[0], dict):
+        at = next((at for at, each in enumerate(messages) if isinstance(each, dict) and each.get("role") == "user"), 0)
+        opening = [asked.get("instructions"), asked.get("tools"), messages[: at + 1]]
+        return json.dumps(opening, ensure_ascii=False)[:length]
+    prompt = asked.get("prompt", messages)
+    while isinstance(prompt, list) and prompt and isinstance(prompt[0], list | str):
+        prompt = prompt[0]  # all prompts of a request go to one replica
+    if isinstance(prompt, str) and isinstance(asked.get("instructions"), str):
+        prompt = asked["instructions"] + prompt
+    return prompt[:length] if isinstance(prompt, str | list) else None
+
+
+_PASSED_ON = ("http_version", "method", "scheme", "path", "raw_path", "root_path", "query_string", "headers", CLIENT)
+
+
+def portable_scope(scope: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the parts of an ASGI scope that another process can use."""
+    return {"type": "http", **{key: scope[key] for key in _PASSED_ON if key in scope}}
+
+
+async def answer_messages(app: App, scope: dict[str, Any], body: bytes) -> AsyncGenerator[Message]:
+    """Yields an application's messages; closing the iterator tells it that the client disconnected."""
+    sent: asyncio.Queue[Message | None] = asyncio.Queue()
+    given: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+    gone = asyncio.Event()
+
+    async def receive() -> Message:
+        if given:
+            return given.pop()
+        await gone.wait()
+        return {"type": "http.disconnect"}
+
+    task = asyncio.ensure_future(app(scope, receive, sent.put))
+    task.add_done_callback(lambda _: sent.put_nowait(None))
+    try:
+        while (message := await sent.get()) is not None:
+            yield message
+        await task
+    finally:
+        gone.set()
+        await asyncio.wait((task,))
+
+
+def merged_pages(pages: Iterable[str]) -> str:
+    """Merges pages in Prometheus' text format: each family appears once, with the samples of all pages."""
+    families: dict[str, tuple[list[str], list[str]]] = {}
+    for page in pages:
+        name = ""
+        for line in page.splitlines():
+            if line.startswith("# HELP "):
+                name = line.split(" ", 3)[2]
+            heading, samples = families.setdefault(name, ([], []))
+            if not line.startswith("#"):
+                samples.append(line)
+            elif line not in heading:
+                heading.append(line)
+    return "".join(f"{line}\n" for heading, samples in families.values() for line in (*heading, *samples))
 
 
 def app(arguments: RayArguments) -> Any:

@@ -124,7 +124,9 @@ class XmlReader:
             name = begun[1].strip()
             types = self._tools[name]
             values = _values(body[begun.end() : end - len("</function>")], types.required)
-            calls.append(call_syntax.as_call(name, {key: _typed_value(text, types, key) for key, text in values.items()}))
+            calls.append(
+                call_syntax.as_call(name, {key: _typed_value(text, types, key) for key, text in values.items()})
+            )
         return calls
 
 
@@ -255,12 +257,12 @@ class ParameterTypes:
         required = schema.get("required")
         self.required = frozenset(map(str, required)) if isinstance(required, list) else frozenset[str]()
         self._declared: dict[str, list[Any]] = {}
-        self._others: list[Any] = []  # schemas of parameters that are not declared
+        self._others: list[Any] = []  # of parameters that are not declared
         for each in self._parts(schema, 0):
             properties, others = each.get("properties"), each.get("additionalProperties")
             for name, inner in properties.items() if isinstance(properties, Mapping) else ():
                 self._declared.setdefault(name, []).append(inner)
-            if others is True or isinstance(others, Mapping):
+            if isinstance(others, Mapping):
                 self._others.append(others)
         self._known: dict[str, tuple[frozenset[str], frozenset[str]]] = {}
 
@@ -271,7 +273,7 @@ class ParameterTypes:
         """
         if name not in self._known:
             self._visits = 0
-            schemas = self._declared.get(name) or [each for each in self._others if isinstance(each, Mapping)]
+            schemas = self._declared.get(name) or self._others
             types = frozenset[str]().union(*(self._types(each, 0) for each in schemas)) if schemas else {"string"}
             lists = [_constants(each) or [] for each in schemas if isinstance(each, Mapping)]
             texts = frozenset(value for values in lists for value in values if isinstance(value, str))

@@ -20,8 +20,7 @@ from foretoken import LLM, AsyncLLM, SamplingParams
 from foretoken.cli.batch import batch
 from foretoken.cli.options import DrafterChoice, LoadOptions
 from foretoken.core.errors import ForetokenError
-from foretoken.server.batch import AnswerFile
-from foretoken.server.ray_batch import RayWorkers, run_ray_batch
+from foretoken.server.batch import AnswerFile, RayWorkers, run_ray_batch
 
 MODEL = "models/tinycode"
 TEMPLATE = "{% for m in messages %}# {{ m.role }}: {{ m.content }}\n{% endfor %}"
