@@ -225,7 +225,8 @@ class _Server:
         shape = await self._reader.shape(path, await self._body(request))
         distillation = self._distillation if shape.request.may_be_learned else None
         on_end = None if distillation is None else distillation.add
-        live = await LiveRequest.submit(self._engine, shape, self.metrics, on_end, request.scope[CLIENT])
+        live = LiveRequest(shape, self.metrics, on_end)
+        await live.submit(self._engine, request.scope[CLIENT])
         return await live.response(request.receive, self.metrics.count_disconnect)
 
     async def models(self, _: Request) -> Response:

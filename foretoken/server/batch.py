@@ -256,7 +256,8 @@ class LineAnswers:
         shape = await self._reader.shape(url, body)
         if shape.request.is_streamed:
             raise ApiError("A line of a batch is answered as a whole. Leave stream out.", param="stream")
-        live = await LiveRequest.submit(self._engine, shape, None)
+        live = LiveRequest(shape)
+        await live.submit(self._engine)
         return await live.whole(lambda body: body)
 
 

@@ -10,19 +10,18 @@ from __future__ import annotations
 import json
 import logging
 import os
-import subprocess
-import sys
 import threading
 import time
 from contextlib import suppress
 from queue import Empty, Full, Queue
 from typing import TYPE_CHECKING, Any
 
-from foretoken.core.errors import ConfigError, described, one_line
+from foretoken.core.errors import ConfigError, described
 from foretoken.core.results import Counter, Gauge
 from foretoken.drafters.draft_model import DraftModelDrafter, Options
 from foretoken.entrypoints.config import parse_speculative_config
 from foretoken.files.atomic_files import told_as
+from foretoken.files.processes import is_lock, start_python
 from foretoken.training import online
 from foretoken.training.data.packed import PackedForm
 from foretoken.training.online import DRAFTS, RUN, TRAFFIC, Round, Traffic, numbered, read_weights
@@ -69,14 +68,14 @@ def check_directory(directory: Path) -> None:
     advice = "Expected a new directory, or that of an earlier server. Pass another --distill-to."
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        others = sorted(place.name for place in directory.iterdir() if place.name not in _OWN)
+        others = sorted(path.name for path in directory.iterdir() if not (path.name in _OWN or is_lock(path)))
     except OSError as err:
         raise ConfigError(f"--distill-to '{directory}' cannot be used: {err.strerror}. {advice}") from err
     if others:
         raise ConfigError(f"--distill-to '{directory}' holds other files ({others[0]}). {advice}")
 
 
-_OWN = (TRAFFIC, DRAFTS, RUN, "run.lock")
+_OWN = (TRAFFIC, DRAFTS, RUN)
 
 
 class OnlineDistillation:
@@ -114,14 +113,16 @@ class OnlineDistillation:
         self._seen: str | None = None  # name of the last published draft model that was looked at
         self._found: float | None = None  # when a newer one was first seen, monotonic seconds
         self._since = time.monotonic()
-        for place in reversed(numbered(directory / DRAFTS)):
-            self._seen = self._seen or place.name
-            if self._swaps_in(place):
+        for path in reversed(numbered(directory / DRAFTS)):
+            self._seen = self._seen or path.name
+            if self._swaps_in(path):
                 break
         target = llm.target.model
-        self._process = _started(
-            target.name, draft, os.fspath(directory.absolute()), str(target.dtype).removeprefix("torch.")
-        )
+        self._process = start_python(
+            "-m", online.__name__, target.name, draft, os.fspath(directory.absolute()),
+            str(target.dtype).removeprefix("torch."), name="the training process of --distill-to",
+            advice="Leave --distill-to out", error=ConfigError,
+        )  # fmt: skip
         self._threads = [
             threading.Thread(target=run, name=f"foretoken-distill-{name}", daemon=True)
             for name, run in (("collect", self._collect), ("read", self._read))
@@ -149,19 +150,16 @@ class OnlineDistillation:
             "tokens_collected": self._num_collected, "tokens_dropped": self._num_dropped, "rounds": self._num_rounds,
             "swaps": self._num_swaps,
         }  # fmt: skip
-        found: list[Metric] = [
-            Counter(name=f"foretoken:distill_{name}", labels={}, value=value) for name, value in counts.items()
-        ]
-        found.append(
-            Gauge(name="foretoken:distill_weights_age_seconds", labels={}, value=time.monotonic() - self._since)
-        )
-        for name in ("alpha_before", "alpha_after") if self._last_round is not None else ():
-            rates = zip(("0", "1"), getattr(self._last_round, name), strict=True)
-            found += [
+        age = Gauge(name="foretoken:distill_weights_age_seconds", labels={}, value=time.monotonic() - self._since)
+        return [
+            *(Counter(name=f"foretoken:distill_{name}", labels={}, value=value) for name, value in counts.items()),
+            age,
+            *(
                 Gauge(name=f"foretoken:distill_{name}", labels={"temperature": temperature}, value=rate)
-                for temperature, rate in rates
-            ]
-        return found
+                for name in (("alpha_before", "alpha_after") if self._last_round is not None else ())
+                for temperature, rate in zip(("0", "1"), getattr(self._last_round, name), strict=True)
+            ),
+        ]
 
     def close(self) -> None:
         """Ends the process and the threads; writes the text that waits."""
@@ -219,21 +217,19 @@ class OnlineDistillation:
         self._seen = newest.name
         self._swaps_in(newest)
 
-    def _swaps_in(self, place: Path) -> bool:
+    def _swaps_in(self, path: Path) -> bool:
         """Whether a published draft model drafts from now on; otherwise warns."""
         try:
-            weights = read_weights(place, self._drafter.model)
+            weights = read_weights(path, self._drafter.model)
             with self._engine.llm.shared.turn():
                 begin = time.perf_counter()
                 self._drafter.load_weights(weights)
                 seconds = time.perf_counter() - begin
         except Exception as err:  # noqa: BLE001 - whatever was published must not end requests
-            _log.warning(
-                "the draft model '%s' is not used: %s. The server keeps the one it has.", place, described(err)
-            )
+            _log.warning("the draft model '%s' is not used: %s. The server keeps the one it has.", path, described(err))
             return False
         self._num_swaps, self._since = self._num_swaps + 1, time.monotonic()
-        _log.info("drafts come from '%s' now; iterations waited %.0f ms for the weights", place, 1000 * seconds)
+        _log.info("drafts come from '%s' now; iterations waited %.0f ms for the weights", path, 1000 * seconds)
         return True
 
     def _read(self) -> None:
@@ -259,21 +255,3 @@ class OnlineDistillation:
 
 def _shown(rates: Sequence[float]) -> str:
     return " and ".join(f"{rate:.3f}" for rate in rates)
-
-
-def _started(*arguments: str) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-P", "-m", online.__name__, *arguments]
-    try:
-        return subprocess.Popen(
-            command,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-            stdin=subprocess.PIPE,  # its end tells the process that the server has ended
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,  # Ctrl-C is for this process
-        )
-    except OSError as err:
-        raise ConfigError(
-            f"the training process of --distill-to cannot be started: {one_line(err)}. Expected {sys.executable} to "
-            "run. Leave --distill-to out, or let this process start others."
-        ) from err

@@ -12,7 +12,7 @@ import re
 from contextlib import suppress
 from ipaddress import ip_address, ip_network
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from foretoken.core.checks import shown
 from foretoken.core.errors import ConfigError
@@ -20,10 +20,10 @@ from foretoken.files.bounded_reads import read_named
 from foretoken.server.json_body import ApiError, send_json
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, MutableMapping, Sequence
+    from collections.abc import Callable, Sequence
     from pathlib import Path
 
-    from foretoken.server.json_body import App, Message, Receive, Send
+    from foretoken.server.json_body import App, Message, Receive, Scope, Send
 
 KEY_VARIABLE = "FORETOKEN_API_KEY"
 
@@ -75,7 +75,7 @@ class Guards:
         """Guards an ASGI application, if there are keys; calls `refused` with the status of every refusal."""
         self._app, self._keys, self._refused = app, [key.encode() for key in api_keys], refused
 
-    async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serves one connection's request."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
@@ -100,7 +100,7 @@ class Guards:
 
         await self._app(scope, receive_again, send)
 
-    def _check_headers(self, scope: MutableMapping[str, Any]) -> str | None:
+    def _check_headers(self, scope: Scope) -> str | None:
         """Returns a name for the API key, None without keys; raises `ApiError` if the headers are refused."""
         headers: list[tuple[bytes, bytes]] = scope["headers"]
         size = sum(len(each) for each in (scope["path"], scope.get("query_string", b""), *chain(*headers)))
@@ -132,7 +132,7 @@ class Guards:
         return f"key {matches.index(True)}" if any(matches) and scheme.lower() == b"bearer" else None
 
 
-def _address(scope: MutableMapping[str, Any]) -> str:
+def _address(scope: Scope) -> str:
     """Returns the address of the client; of IPv6 the network, in which one machine has all addresses."""
     address = (scope.get("client") or ("",))[0]
     with suppress(ValueError):

@@ -19,7 +19,7 @@ from foretoken.core.errors import ForetokenError, FormError, RequestError, undon
 from foretoken.engine.loop import NO_TOKEN
 from foretoken.engine.sequence import NOT_FOLLOWED
 from foretoken.server.answers import EchoedPrompt, Envelope, running_usage, without_tokens
-from foretoken.server.json_body import ApiError, api_error, disconnect, dumped, dumped_in_pieces
+from foretoken.server.json_body import ApiError, api_error, dumped, dumped_in_pieces, run_while_connected
 from foretoken.server.request_fields import (
     UnknownFields,
     chat_form,
@@ -31,14 +31,14 @@ from foretoken.server.request_fields import (
 from foretoken.server.responses import ResponseEnvelope, as_chat, told_back
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, MutableMapping, Sequence
+    from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
     from concurrent.futures import Executor
 
     from foretoken.core.results import Logprob, RequestOutput, StreamChunk
     from foretoken.core.sampling_params import SamplingParams
     from foretoken.entrypoints.async_llm import AsyncLLM, RequestStream
     from foretoken.entrypoints.llm import LLM
-    from foretoken.server.json_body import Receive, Send
+    from foretoken.server.json_body import Receive, Scope, Send
     from foretoken.server.message_parts import AnswerFormats
     from foretoken.server.metrics import ServerMetrics
     from foretoken.server.request_fields import ServedRequest
@@ -166,40 +166,29 @@ _MOST_LOGPROBS = 1 << 18  # of one answer, some 20 MB of JSON; RESULTS, "What on
 
 
 class LiveRequest:
-    """The streams of a request's prompts; envelope: builds the bodies of the answer."""
+    """The streams of a request's prompts; `envelope` builds the bodies of the answer."""
 
     def __init__(
         self,
         envelope: Envelope,
-        streams: list[RequestStream],
-        echoes: list[EchoedPrompt],
-        metrics: ServerMetrics | None,
-        on_end: Callable[[Sequence[RequestOutput]], None] | None,
-    ) -> None:
-        """See `submit`; echoes: one for each stream, empty unless completions echo their prompt."""
-        self.envelope, self._streams, self._echoes, self._metrics = envelope, streams, echoes, metrics
-        self._on_end = on_end
-        self._begin = time.monotonic()
-
-    @classmethod
-    async def submit(
-        cls,
-        engine: AsyncLLM,
-        envelope: Envelope,
-        metrics: ServerMetrics | None,
+        metrics: ServerMetrics | None = None,
         on_end: Callable[[Sequence[RequestOutput]], None] | None = None,
-        client: str | None = None,
-    ) -> LiveRequest:
-        """Submits every prompt, or none. `on_end` gets the results when all of them are there.
+    ) -> None:
+        """Prepares a request; `on_end` gets its results when all of them are there."""
+        self.envelope, self._metrics, self._on_end = envelope, metrics, on_end
+        self._streams: list[RequestStream] = []
+        self._echoes: list[EchoedPrompt] = []  # one for each stream; empty unless completions echo their prompt
+        self._begin = 0.0  # when all prompts were submitted, monotonic seconds
+
+    async def submit(self, engine: AsyncLLM, client: str | None = None) -> None:
+        """Submits every prompt, or none.
 
         Requests of one `client` share its slots evenly; None for a client of its own.
 
         Raises errors of `AsyncLLM.submit` and `EchoedPrompt.of_prompt`, and `ApiError` when the context has no room for
         the requested tokens. Prompts submitted before are aborted.
         """
-        streams: list[RequestStream] = []
-        echoes: list[EchoedPrompt] = []
-        request, lengths = envelope.request, list[int]()
+        request, lengths = self.envelope.request, list[int]()
         call = partial(engine.submit, sampling_params=request.params, client=(client or object(), object()))
         submit = in_thread if request.params.structured_outputs is None else partial(in_pool, _pools["grammars"])
 
@@ -210,20 +199,22 @@ class LiveRequest:
                 _check_room(num_prompt, request.params.max_tokens, engine.llm.target.context_len)
 
         _check_entries(request, [len(prompt.get("prompt_token_ids", ())) for prompt in request.prompts])
-        with undone_on_error(lambda: _abort(streams)):
+        with undone_on_error(self.abort):
             for prompt in request.prompts:  # reading a long prompt would delay other requests' chunks
                 try:
-                    streams.append(await submit(partial(call, prompt, check=check)))
+                    stream = await submit(partial(call, prompt, check=check))
                 except FormError as err:
                     raise request.form_error(err) from err
+                self._streams.append(stream)
                 if request.is_echoed:
-                    given = prompt.get("prompt"), streams[-1].prompt_token_ids
-                    echoes.append(await in_thread(EchoedPrompt.of_prompt, engine.llm, *given))
-        return cls(envelope, streams, echoes, metrics, on_end)
+                    given = prompt.get("prompt"), stream.prompt_token_ids
+                    self._echoes.append(await in_thread(EchoedPrompt.of_prompt, engine.llm, *given))
+        self._begin = time.monotonic()
 
     def abort(self) -> None:
         """Aborts all unfinished prompts within one iteration."""
-        _abort(self._streams)
+        for stream in self._streams:
+            stream.abort()
 
     async def response(self, receive: Receive, on_disconnect: Callable[[], None]) -> Response:
         """Returns the answer for a client: a stream, or the whole body; aborts the request if the client disconnects.
@@ -232,18 +223,14 @@ class LiveRequest:
         """
         if self.envelope.request.is_streamed:
             return EventStream(self.parts(), on_disconnect, is_numbered=isinstance(self.envelope, ResponseEnvelope))
-        answer = asyncio.ensure_future(self.whole(dumped_in_pieces))
-        gone = asyncio.ensure_future(disconnect(receive))
         try:
-            await asyncio.wait((answer, gone), return_when=asyncio.FIRST_COMPLETED)
-            if answer.done():
-                return JsonResponse(answer.result())
+            answer = await run_while_connected(self.whole(dumped_in_pieces), receive)
+        finally:
+            self.abort()
+        if answer.cancelled():
             on_disconnect()
             return Response(status_code=499)  # the client has disconnected
-        finally:
-            answer.cancel()
-            gone.cancel()
-            self.abort()
+        return JsonResponse(answer.result())
 
     async def whole(self, make: Callable[[dict[str, Any]], _Answer]) -> _Answer:
         """Returns the answer, built by `make` in a thread; raises `ApiError` when a completion failed."""
@@ -375,11 +362,6 @@ async def _merged(streams: list[RequestStream]) -> AsyncIterator[tuple[int, Stre
             task.cancel()
 
 
-def _abort(streams: Sequence[RequestStream]) -> None:
-    for stream in streams:
-        stream.abort()
-
-
 async def _next(stream: RequestStream) -> StreamChunk | None:
     try:
         return await stream.__anext__()
@@ -429,19 +411,14 @@ class EventStream(Response):
         del self.headers["content-length"]
         self._bodies, self._on_disconnect, self._is_numbered = bodies, on_disconnect, is_numbered
 
-    async def __call__(self, _: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
+    async def __call__(self, _: Scope, receive: Receive, send: Send) -> None:
         """Sends the whole stream."""
-        sender = asyncio.ensure_future(self._send(send))
-        watcher = asyncio.ensure_future(disconnect(receive))
-        try:
-            await asyncio.wait((sender, watcher), return_when=asyncio.FIRST_COMPLETED)
-            if not sender.done():
-                self._on_disconnect()
-        finally:
-            for task in (sender, watcher):
-                task.cancel()
-            with suppress(asyncio.CancelledError, OSError):
-                await sender
+        sender = await run_while_connected(self._send(send), receive)
+        if sender.cancelled():
+            self._on_disconnect()
+            return
+        with suppress(OSError):
+            sender.result()
 
     async def _send(self, send: Send) -> None:
         async with aclosing(self._bodies) as bodies:

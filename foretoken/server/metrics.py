@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from foretoken.core.results import RequestOutput
     from foretoken.entrypoints.async_llm import AsyncLLM
 
+_Family = GaugeMetricFamily | CounterMetricFamily
 # Upper bounds of the buckets of histograms. Choices: spans that servers have, two or three buckets a decade.
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 _BETWEEN_TOKENS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1)
@@ -64,19 +65,19 @@ class ServerMetrics:
 
         `has_vllm_names` also shows figures that vLLM has under its names. `more` returns further figures.
         """
-        self._registry = CollectorRegistry()
+        self._engine, self._more = engine, more
         self._labels = {"model_name": model, "engine": name}
         self._prefixes = ("foretoken:", "vllm:") if has_vllm_names else ("foretoken:",)
-        self._registry.register(_EngineFigures(engine, self._labels, self._prefixes, more))
+        self._registry = CollectorRegistry()
+        self._registry.register(self)
         self._to_first = self._histograms("time_to_first_token_seconds", "Seconds to the first token.", _SECONDS)
         self._between = self._histograms("inter_token_latency_seconds", "Seconds between tokens.", _BETWEEN_TOKENS)
         self._latency = self._histograms("e2e_request_latency_seconds", "Seconds of a request.", _SECONDS)
         self._prompt = self._histograms("request_prompt_tokens", "Prompt tokens of a request.", _TOKENS)
         self._generated = self._histograms("request_generation_tokens", "Tokens written for a request.", _TOKENS)
-        self._accepted_length = Histogram(
-            "foretoken:request_acceptance_length", "Tokens a target pass of a request.", self._labels,
-            buckets=_PASSES, registry=self._registry,
-        ).labels(**self._labels)  # fmt: skip
+        self._accepted_length = self._histogram(
+            "foretoken:request_acceptance_length", "Tokens a target pass of a request.", _PASSES
+        )
         self._drafted = self._counter("drafter_draft_tokens", "Nodes verified, by drafter.", "drafter")
         self._accepted = self._counter("drafter_accepted_tokens", "Tokens accepted, by drafter.", "drafter")
         self._refused = self._counter("http_errors", "Answers that were errors, by status.", "status")
@@ -87,21 +88,19 @@ class ServerMetrics:
     def _counter(self, name: str, text: str, *more: str) -> Counter:
         return Counter(f"foretoken:{name}", text, [*self._labels, *more], registry=self._registry)
 
+    def _histogram(self, name: str, text: str, buckets: Sequence[float]) -> Histogram:
+        made = Histogram(name, text, self._labels, buckets=buckets, registry=self._registry)
+        return made.labels(**self._labels)
+
     def _histograms(self, name: str, text: str, buckets: Sequence[float]) -> list[Histogram]:
-        return [
-            Histogram(prefix + name, text, self._labels, buckets=buckets, registry=self._registry).labels(
-                **self._labels
-            )
-            for prefix in self._prefixes
-        ]
+        return [self._histogram(prefix + name, text, buckets) for prefix in self._prefixes]
 
     def saw_tokens(self, count: int, seconds: float, *, is_first: bool) -> None:
         """Counts tokens of a stream that came together; seconds: since the request or the tokens before."""
-        for histogram in self._to_first if is_first else ():
-            histogram.observe(seconds)
-        for histogram in () if is_first else self._between:
-            for _ in range(count):
-                histogram.observe(seconds / count)
+        times = 1 if is_first else count
+        for histogram in self._to_first if is_first else self._between:
+            for _ in range(times):
+                histogram.observe(seconds / times)
 
     def ended(self, outputs: Sequence[RequestOutput], seconds: float) -> None:
         """Counts a finished request; outputs: one for each of its prompts."""
@@ -134,53 +133,37 @@ class ServerMetrics:
         page: bytes = generate_latest(self._registry)
         return page
 
-
-_Family = GaugeMetricFamily | CounterMetricFamily
-_Families = dict[str, _Family]
-
-
-class _EngineFigures:
-    def __init__(
-        self,
-        engine: AsyncLLM,
-        labels: dict[str, str],
-        prefixes: tuple[str, ...],
-        more: Callable[[], Sequence[engine_metrics.Metric]],
-    ) -> None:
-        self._engine, self._labels, self._prefixes, self._more = engine, labels, prefixes, more
-
     def describe(self) -> Iterator[Metric]:
-        """Returns nothing: the names are known only at the first export."""
+        """Returns nothing, to Prometheus' registry: the names are known only at the first export."""
         return iter(())
 
     def collect(self) -> Iterator[Metric]:
-        families: _Families = {}
+        """Yields the engine's figures, to Prometheus' registry."""
+        families: dict[str, _Family] = {}
         for figure in (*self._engine.llm.get_metrics(), *self._more()):
             origin, name = figure.name.split(":", 1)
             for prefix in self._prefixes if origin == "vllm" else ("foretoken:",):
                 self._add_figure(families, prefix + name, figure)
-        waiting = self._engine.num_waiting  # the server's queue replaces the engine's, which is empty here
         for prefix in self._prefixes:
-            families[f"{prefix}num_requests_waiting"] = GaugeMetricFamily(
-                f"{prefix}num_requests_waiting", _HELP["num_requests_waiting"], labels=list(self._labels)
-            )
-            families[f"{prefix}num_requests_waiting"].add_metric(list(self._labels.values()), waiting)
+            name = f"{prefix}num_requests_waiting"
+            families.pop(name, None)  # the server's queue replaces the engine's, which is empty here
+            self._add(families, GaugeMetricFamily, name, {}, self._engine.num_waiting)
         yield from families.values()
 
-    def _add_figure(self, families: _Families, name: str, figure: engine_metrics.Metric) -> None:
+    def _add_figure(self, families: dict[str, _Family], name: str, figure: engine_metrics.Metric) -> None:
         more = {key: value for key, value in figure.labels.items() if key not in self._labels}
-        text = _HELP.get(name.split(":", 1)[1], name)
         if isinstance(figure, engine_metrics.Vector):
             for position, value in enumerate(figure.values):
-                self._add(families, CounterMetricFamily, name, text, {**more, "position": str(position)}, value)
+                self._add(families, CounterMetricFamily, name, {**more, "position": str(position)}, value)
         elif isinstance(figure, engine_metrics.Counter):
-            self._add(families, CounterMetricFamily, name, text, more, figure.value)
+            self._add(families, CounterMetricFamily, name, more, figure.value)
         elif isinstance(figure, engine_metrics.Gauge):
-            self._add(families, GaugeMetricFamily, name, text, more, figure.value)
+            self._add(families, GaugeMetricFamily, name, more, figure.value)
 
     def _add(
-        self, families: _Families, family: type[_Family], name: str, text: str, more: dict[str, str], value: float
+        self, families: dict[str, _Family], family: type[_Family], name: str, more: dict[str, str], value: float
     ) -> None:
         if name not in families:
+            text = _HELP.get(name.split(":", 1)[1], name)
             families[name] = family(name, text, labels=[*self._labels, *more])
         families[name].add_metric([*self._labels.values(), *more.values()], value)
