@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import uuid
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from foretoken.server.message_parts import MessageForm, MessageReader, joined, whole_message
@@ -86,11 +86,11 @@ class Envelope:
     created: int = field(default_factory=seconds_since_1970)
     readers: dict[int, MessageReader] = field(default_factory=dict)
 
-    def _body(self, kind: str, choices: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
-        prefix = "chatcmpl" if self.request.is_chat else "cmpl"
+    def _body(self, choices: list[dict[str, Any]], *, is_chunk: bool = True, **more: Any) -> dict[str, Any]:
+        prefix, kind = ("chatcmpl", "chat.completion") if self.request.is_chat else ("cmpl", "text_completion")
         return {
-            "id": f"{prefix}-{self.name}", "object": kind, "created": self.created, "model": self.model,
-            "choices": choices, "system_fingerprint": None, **more,
+            "id": f"{prefix}-{self.name}", "object": f"{kind}.chunk" if is_chunk and self.request.is_chat else kind,
+            "created": self.created, "model": self.model, "choices": choices, "system_fingerprint": None, **more,
         }  # fmt: skip
 
     def whole(self, outputs: Sequence[RequestOutput], echoes: Sequence[EchoedPrompt], /) -> dict[str, Any]:
@@ -104,12 +104,15 @@ class Envelope:
             if self.request.has_token_ids and not self.request.is_chat:
                 more["prompt_token_ids"] = output.prompt_token_ids
             echo = echoes[at] if echoes else None
-            choices += [self._choice(at * n + each.index, each, echo) | more for each in output.outputs]
-        kind = "chat.completion" if self.request.is_chat else "text_completion"
+            for each in output.outputs:
+                choice = self._choice(at * n + each.index, each, 0 if echo is None else len(echo.text), echo)
+                if self.request.is_chat:
+                    self._add_message(choice, each)
+                choices.append(choice | more)
         more = {"usage": usage(outputs, self.request.message_form), **self._metrics(outputs), **self._warning}
         if self.request.has_token_ids and self.request.is_chat:
             more["prompt_token_ids"] = outputs[0].prompt_token_ids
-        return self._body(kind, choices, **more)
+        return self._body(choices, is_chunk=False, **more)
 
     @property
     def _warning(self) -> dict[str, Any]:
@@ -118,21 +121,26 @@ class Envelope:
     def _metrics(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
         return {"metrics": {"speculative_decoding": draft_metrics(outputs)}} if self.has_draft_metrics else {}
 
-    def _choice(self, index: int, completion: CompletionOutput, echo: EchoedPrompt | None) -> dict[str, Any]:
+    def _choice(
+        self, index: int, part: CompletionOutput | StreamChunk, offset: int, echo: EchoedPrompt | None
+    ) -> dict[str, Any]:
+        """Returns what whole answers and streams tell alike of a completion, or of its next part."""
         choice: dict[str, Any] = {
-            "index": index, "finish_reason": completion.finish_reason, "stop_reason": completion.stop_reason,
-            "logprobs": self._logprobs(completion.logprobs, 0 if echo is None else len(echo.text), echo),
+            "index": index, "finish_reason": part.finish_reason, "stop_reason": part.stop_reason,
+            "logprobs": self._logprobs(part.logprobs, offset, echo),
         }  # fmt: skip
-        if self.request.is_chat:
-            said = self._said(completion.text)
-            choice["message"] = {"role": "assistant", **said, "refusal": None}
-            if "tool_calls" in said:
-                choice["finish_reason"] = self._finish_reason(completion.finish_reason)
-        else:
-            choice["text"] = ("" if echo is None else echo.text) + completion.text
+        if not self.request.is_chat:
+            choice["text"] = ("" if echo is None else echo.text) + part.text
         if self.request.has_token_ids:
-            choice["token_ids"] = completion.token_ids
+            choice["token_ids"] = part.token_ids
         return choice
+
+    def _add_message(self, choice: dict[str, Any], completion: CompletionOutput) -> None:
+        form, text = self.request.message_form, completion.text
+        said = {"content": text} if form is None else whole_message(form, text).message()
+        choice["message"] = {"role": "assistant", **said, "refusal": None}
+        if "tool_calls" in said:
+            choice["finish_reason"] = self._finish_reason(completion.finish_reason)
 
     def _logprobs(
         self, entries: Sequence[dict[int, Logprob]] | None, offset: int, echo: EchoedPrompt | None
@@ -145,10 +153,6 @@ class Envelope:
         told = completion_entries(entries, num_top, offset)
         before = {} if echo is None or echo.entries is None else echo.entries
         return {name: [*before.get(name, ()), *values] for name, values in told.items()}
-
-    def _said(self, text: str) -> dict[str, Any]:
-        form = self.request.message_form
-        return {"content": text} if form is None else whole_message(form, text).message()
 
     def _finish_reason(self, reason: str | None) -> str | None:
         """Returns "tool_calls" for a message with calls; a call of a named tool ends like text, as with OpenAI."""
@@ -172,15 +176,8 @@ class Envelope:
         """Returns the first chunk of every message; an empty list for completions."""
         if not self.request.is_chat:
             return []
-        delta = {"role": "assistant", "content": ""}
-        return [
-            self._body(
-                "chat.completion.chunk",
-                [{"index": index, "delta": delta, "logprobs": None, "finish_reason": None}],
-                **self._warning,
-            )
-            for index in range(self.request.params.n)
-        ]
+        begun = {"delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
+        return [self._body([{"index": index, **begun}], **self._warning) for index in range(self.request.params.n)]
 
     def part(
         self, index: int, chunk: StreamChunk, echo: EchoedPrompt | None, offset: int, /, **more: Any
@@ -193,31 +190,25 @@ class Envelope:
             echo: The prompt, in the first chunk of a choice that echoes it.
             offset: Characters of the choice before this chunk, prompt included; for `text_offset`.
         """
-        choice: dict[str, Any] = {
-            "index": index, "finish_reason": chunk.finish_reason, "stop_reason": chunk.stop_reason,
-            "logprobs": self._logprobs(chunk.logprobs, offset, echo),
-        }  # fmt: skip
+        choice = self._choice(index, chunk, offset, echo)
         if self.request.is_chat:
             choice["delta"] = self._delta(index, chunk, choice)
-        else:
-            choice["text"] = ("" if echo is None else echo.text) + chunk.text
-        if self.request.has_token_ids:
-            choice["token_ids"] = chunk.token_ids
         if self.request.has_origins:
-            choice["token_origins"] = token_origins(chunk)
+            choice["token_origins"] = [
+                {"text": each.text, "is_drafted": bool(each.accepted_from), "drafters": list(each.accepted_from)}
+                for each in chunk.parts
+            ]
         choices, end = [choice], {"finish_reason": choice["finish_reason"], "stop_reason": choice["stop_reason"]}
         if end["finish_reason"] is not None and "tool_calls" in choice.get("delta", ()):
             choices.append({"index": index, **end, "logprobs": None, "delta": {}})
             choice.update(finish_reason=None, stop_reason=None)
-        kind = "chat.completion.chunk" if self.request.is_chat else "text_completion"
-        return [self._body(kind, [each], **more) for each in choices]
+        return [self._body([each], **more) for each in choices]
 
     def last(self, outputs: Sequence[RequestOutput]) -> list[dict[str, Any]]:
         """Returns the last chunk of a stream, with usage and metrics; an empty list if neither is sent."""
         more = {"usage": usage(outputs, self.request.message_form)} if self.request.has_usage else {}
         more |= self._metrics(outputs)
-        kind = "chat.completion.chunk" if self.request.is_chat else "text_completion"
-        return [self._body(kind, [], **more)] if more else []
+        return [self._body([], **more)] if more else []
 
     def failed(self, error: ApiError) -> dict[str, Any]:
         """Returns the last chunk of a stream that failed."""
@@ -241,14 +232,6 @@ def usage(outputs: Sequence[RequestOutput], form: MessageForm | None) -> dict[st
             "reasoning_tokens": thoughts,
         },
     }  # fmt: skip
-
-
-def token_origins(chunk: StreamChunk) -> list[dict[str, Any]]:
-    """Returns the text of every token of a chunk and which drafter proposed it."""
-    return [
-        {"text": part.text, "is_drafted": bool(part.accepted_from), "drafters": list(part.accepted_from)}
-        for part in chunk.parts
-    ]
 
 
 def running_usage(num_prompt: int, num_completion: int) -> dict[str, int]:
@@ -298,13 +281,8 @@ def completion_entries(entries: Sequence[dict[int, Logprob]], num_top: int, offs
 
     Each entry has its own log-probability first. offset: characters before the first token.
     """
-    tokens, offsets = [], []
-    for entry in entries:
-        first, *_ = entry.values()
-        tokens.append(first.decoded_token or "")
-        offsets.append(offset)
-        offset += len(tokens[-1])
     firsts = [next(iter(entry.values())) for entry in entries]
+    tokens = [first.decoded_token or "" for first in firsts]
     return {
         "tokens": tokens,
         "token_logprobs": [_finite(first.logprob) for first in firsts],
@@ -312,7 +290,7 @@ def completion_entries(entries: Sequence[dict[int, Logprob]], num_top: int, offs
             {(each.decoded_token or ""): _finite(each.logprob) for each in (*_best(entry, num_top), first)}
             for entry, first in zip(entries, firsts, strict=True)
         ],
-        "text_offset": offsets,
+        "text_offset": list(accumulate(map(len, tokens[:-1]), initial=offset))[: len(tokens)],
     }
 
 

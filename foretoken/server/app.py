@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import logging
-import re
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI, Request
+from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
 
@@ -30,7 +30,7 @@ from foretoken.server.live_request import (
 )
 from foretoken.server.message_parts import AnswerFormats
 from foretoken.server.metrics import ServerMetrics
-from foretoken.server.request_fields import check_booleans, token_request
+from foretoken.server.request_fields import check_booleans, check_model, token_request
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -42,46 +42,29 @@ if TYPE_CHECKING:
     _Handler = Callable[[Request], Awaitable[Response]]
 
 _ANSWERS = {"/": HTMLResponse, "/metrics": PlainTextResponse}
-_ERROR = {
-    "type": "object",
-    "required": ["error"],
-    "properties": {
-        "error": {
-            "type": "object",
-            "required": ["message", "type"],
-            "properties": {
-                "message": {"type": "string"},
-                "type": {"type": "string"},
-                "param": {"type": ["string", "null"]},
-                "code": {},
-            },
-        }
-    },
+
+
+class _Error(BaseModel):
+    message: str
+    type: str
+    param: str | None = None
+    code: Any = None
+
+
+class _ErrorBody(BaseModel):
+    error: _Error
+
+
+_ERRORS: dict[int | str, dict[str, Any]] = {
+    "4XX": {"model": _ErrorBody, "description": "Refused: `error` says why."},
+    "5XX": {"model": _ErrorBody, "description": "Failed, or not ready: `error` says why."},
 }
-_ERRORS = {
-    status: {"description": description, "content": {"application/json": {"schema": _ERROR}}}
-    for status, description in (
-        ("4XX", "Refused: `error` says why."),
-        ("5XX", "Failed, or not ready: `error` says why."),
-    )
-}
-
-
-def documentation_of(path: str) -> dict[str, Any]:
-    """Returns the keyword arguments of `FastAPI.add_api_route` for a path such as "/v1/models/{name}"."""
-    parameters = [
-        {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
-        for name in re.findall(r"{(\w+)(?::path)?}", path)
-    ]
-    return {
-        "response_class": _ANSWERS.get(path, JSONResponse),
-        "responses": _ERRORS,
-        "openapi_extra": {"parameters": parameters} if parameters else None,
-    }
-
-
+_NAME = {"parameters": [{"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}]}
 # The page sends requests to this server alone, cannot be framed, and never parses text as markup.
 _POLICY = "connect-src 'self'; frame-ancestors 'none'; require-trusted-types-for 'script'; trusted-types 'none'"
+
+
+_page = cache(partial(render_inlined, "foretoken.server", "page"))
 
 
 def page_response() -> Response:
@@ -92,11 +75,6 @@ def page_response() -> Response:
         "Referrer-Policy": "no-referrer", "Cache-Control": "no-cache",
     }  # fmt: skip
     return Response(content, media_type="text/html", headers=headers)
-
-
-@cache
-def _page() -> tuple[str, str]:
-    return render_inlined("foretoken.server", "page")
 
 
 # Bytes; a choice: a larger body is read in a thread, so that chunks of other requests are not delayed.
@@ -152,7 +130,10 @@ def make_app(engine: AsyncLLM, config: ServerConfig, distillation: OnlineDistill
         redirect_slashes=False,
     )  # fmt: skip
     for path, method, handler in server.routes():
-        app.add_api_route(path, handler, methods=[method], response_model=None, **documentation_of(path))
+        app.add_api_route(
+            path, handler, methods=[method], response_model=None, responses=_ERRORS,
+            response_class=_ANSWERS.get(path, JSONResponse), openapi_extra=_NAME if "{name" in path else None,
+        )  # fmt: skip
     app.add_exception_handler(HTTPException, server.not_routed)
     guarded = Guards(app, api_keys=config.api_keys, refused=server.metrics.refused)
     return open_to(config.allowed_origins, guarded)
@@ -177,21 +158,19 @@ class _Server:
         )  # fmt: skip
 
     def routes(self) -> list[tuple[str, str, _Handler]]:
+        handlers = {
+            "/": self.page, "/v1/models": self.models, "/v1/models/{name:path}": self.model,
+            "/health": self.health, "/health/live": self.health, "/health/ready": self.health,
+            "/metrics": self.show_metrics, "/version": self.version,
+        }  # fmt: skip
         return [
-            ("/", "GET", self._answering(self.page)),
+            *((path, "GET", self._answering(handler, handler.__name__)) for path, handler in handlers.items()),
             *((path, "POST", self._answering(partial(self.generate, path), name)) for name, path in GENERATING.items()),
-            ("/v1/models", "GET", self._answering(self.models)),
-            ("/v1/models/{name:path}", "GET", self._answering(self.model)),
-            ("/tokenize", "POST", self._answering(self.tokenize)),
-            ("/detokenize", "POST", self._answering(self.detokenize)),
-            ("/health", "GET", self._answering(self.health)),
-            ("/health/live", "GET", self._answering(self.health)),
-            ("/health/ready", "GET", self._answering(self.health)),
-            ("/metrics", "GET", self._answering(self.show_metrics)),
-            ("/version", "GET", self._answering(self.version)),
+            ("/tokenize", "POST", self._answering(self.tokenize, "tokenize")),
+            ("/detokenize", "POST", self._answering(self.detokenize, "detokenize")),
         ]
 
-    def _answering(self, handler: _Handler, name: str | None = None) -> _Handler:
+    def _answering(self, handler: _Handler, name: str) -> _Handler:
         async def answer(request: Request) -> Response:
             try:
                 return await handler(request)
@@ -201,7 +180,7 @@ class _Server:
                 _log.exception("a request to %s failed", request.scope["path"])
                 return self._error(api_error(err))
 
-        answer.__name__ = name or handler.__name__
+        answer.__name__ = name
         return answer
 
     async def not_routed(self, request: Request, error: Exception) -> Response:
@@ -233,8 +212,9 @@ class _Server:
         return JsonResponse({"object": "list", "data": [self._card(name) for name in self._config.names]})
 
     async def model(self, request: Request) -> Response:
-        self._check_model(request.path_params["name"])
-        return JsonResponse(self._card(request.path_params["name"]))
+        name = request.path_params["name"]
+        check_model(name, self._config.names)
+        return JsonResponse(self._card(name))
 
     def _card(self, name: str) -> dict[str, Any]:
         llm = self._engine.llm
@@ -282,15 +262,5 @@ class _Server:
     async def _body(self, request: Request) -> dict[str, Any]:
         is_large.set(len(await request.body()) > _LARGE_BODY)
         body = await read_body(parse_object, await request.body())
-        if body.get("model") is not None:
-            self._check_model(body["model"])
+        check_model(body.get("model"), self._config.names)
         return body
-
-    def _check_model(self, name: Any) -> None:
-        if name not in self._config.names:
-            shown = ascii(str(name)[:80])
-            known = ", ".join(self._config.names)
-            raise ApiError(
-                f"The model {shown} does not exist here. Known: {known}.", status=404, param="model",
-                code="model_not_found",
-            )  # fmt: skip

@@ -24,6 +24,7 @@ from foretoken.files.processes import file_lock
 from foretoken.server.json_body import ApiError, api_error, dumped, parse_object
 from foretoken.server.live_request import GENERATING, BodyReader, LiveRequest
 from foretoken.server.message_parts import AnswerFormats
+from foretoken.server.request_fields import check_model
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -248,11 +249,7 @@ class LineAnswers:
             raise ApiError(f"url is {str(url)[:80]!a}. Expected one of {known}.", status=404, param="url")
         if not isinstance(body, dict):
             raise ApiError("body is missing. Expected an object with the fields of the request.", param="body")
-        if body.get("model") not in (None, self._model):
-            raise ApiError(
-                f"The model {str(body['model'])[:80]!a} does not exist here. Known: {self._model}.", status=404,
-                param="model", code="model_not_found",
-            )  # fmt: skip
+        check_model(body.get("model"), [self._model])
         shape = await self._reader.shape(url, body)
         if shape.request.is_streamed:
             raise ApiError("A line of a batch is answered as a whole. Leave stream out.", param="stream")

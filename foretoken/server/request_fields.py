@@ -189,6 +189,15 @@ class UnknownFields:
                 _log.warning("requests have the unknown field %s, which is ignored", ascii(name))
 
 
+def check_model(name: Any, known: Sequence[str]) -> None:
+    """Raises `ApiError` with status 404 for an unknown name of a model; None is any model."""
+    if name is not None and name not in known:
+        raise ApiError(
+            f"The model {str(name)[:80]!a} does not exist here. Known: {', '.join(known)}.", status=404,
+            param="model", code="model_not_found",
+        )  # fmt: skip
+
+
 def check_booleans(body: Mapping[str, Any]) -> None:
     """Raises `ApiError` if a switch of a body, whatever its path, is neither true, false nor null."""
     for outer, names in {"": _BOOLEANS, **_BOOLEANS_INSIDE}.items():
@@ -428,18 +437,16 @@ def _prompts(prompt: Any) -> list[Any]:
 
 
 def _with_extras(prompt: Any, given: Mapping[str, Any]) -> dict[str, Any]:
-    made = dict(prompt) if isinstance(prompt, Mapping) else {
-        "prompt" if isinstance(prompt, str) else "prompt_token_ids": prompt
-    }  # fmt: skip
-    for name in _OF_THE_PROMPT:
-        if name in given:
-            made[name] = _predicted(given[name]) if name == "prediction" else given[name]
-    return made
+    """Returns a prompt as a mapping, with the fields of `_OF_THE_PROMPT`."""
+    if not isinstance(prompt, Mapping):
+        prompt = {"prompt" if isinstance(prompt, str) else "prompt_token_ids": prompt}
+    extras = {name: given[name] for name in _OF_THE_PROMPT if name in given}
+    if isinstance(extras.get("prediction"), Mapping):
+        extras["prediction"] = _predicted(extras["prediction"])
+    return {**prompt, **extras}
 
 
-def _predicted(prediction: Any) -> Any:
-    if not isinstance(prediction, Mapping):
-        return prediction
+def _predicted(prediction: Mapping[str, Any]) -> str:
     content = prediction.get("content")
     if isinstance(content, list) and all(isinstance(p, Mapping) and isinstance(p.get("text"), str) for p in content):
         content = "\n".join(part["text"] for part in content)  # as the parts of a message
