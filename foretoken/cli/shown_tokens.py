@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, TextIO
 
 from foretoken.cli import terminal
 from foretoken.cli.terminal import visible
-from foretoken.text.codec import Codec, TokenSpans
+from foretoken.text.codec import Codec, Detokenizer
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -69,7 +69,7 @@ class ShownTokens:
             colour: The wish of the command line; None to decide by the streams.
             raw: Whether a terminal gets control characters unescaped.
         """
-        self._spans = TokenSpans(codec, prompt)
+        self._spans = Detokenizer(codec, prompt)
         self._origins: list[tuple[str, ...]] = []  # of each token; empty for the target's own
         self._colours: dict[tuple[str, ...], str] = {}
         self._shown = self._passes = 0
@@ -85,7 +85,7 @@ class ShownTokens:
         """
         step = record.sequences[0]
         self._passes += 1
-        self._spans.push(step.tokens)
+        self._spans.push_all(step.tokens)
         self._origins += [*step.accepted_from, *[()] * (len(step.tokens) - step.num_accepted)]
         for origin in step.accepted_from:
             self._colours.setdefault(origin, COLOURS[len(self._colours) % len(COLOURS)])

@@ -1,10 +1,10 @@
-"""Writes files and directories whole or not at all: beside their place, synced to disk, then renamed.
+"""Writes files and directories whole or not at all: under a hidden name beside the path, synced to disk, then renamed.
 
-If anything ends the writing (a full disk, missing rights, Ctrl-C), unfinished files are removed and the place stays as
-it was. A killed process leaves unfinished files beside the place, under a hidden name; a directory that was being
-replaced is then in `.NAME-…/old`. Only a `JournalFile` grows in place, line by line.
+If anything ends the writing (a full disk, missing rights, Ctrl-C), unfinished files are removed and the path stays as
+it was. A killed process leaves unfinished files under their hidden name; a directory that was being replaced is then
+in `.NAME-…/old`. Only a `JournalFile` grows in place, line by line.
 
-If the place is a symbolic link, the link stays and its target is replaced. Untrusted links, and links inside a
+If the path is a symbolic link, the link stays and what it points to is replaced. Untrusted links, and links inside a
 directory that is merged into, raise an error.
 """
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
 
-_LONGEST_NAME = 40  # characters of the place's name in the hidden name; file systems allow 255 bytes
+_LONGEST_NAME = 40  # characters of the path's name in the hidden name; file systems allow 255 bytes
 _log = logging.getLogger(__name__)
 
 
@@ -49,19 +49,19 @@ def new_file(path: Path, *, mode: int | None = None, follows_links: bool = True)
 
     Args:
         mode: Permissions; None for those of the replaced file, or of the umask for a new file.
-        follows_links: Whether to write through a place that is a symbolic link; raises an error otherwise.
+        follows_links: Whether to write through a path that is a symbolic link; raises an error otherwise.
 
     Raises:
-        OSError: When it cannot be written, or the place is not a regular file.
+        OSError: When it cannot be written, or the path is not a regular file.
     """
-    place = _resolved(path, follows_links=follows_links)
-    if os.path.lexists(place) and not place.is_file():
-        kind = errno.EISDIR if place.is_dir() else errno.EEXIST
-        raise OSError(kind, f"'{place.name}' is no regular file there", str(path))
-    place.parent.mkdir(parents=True, exist_ok=True)
-    new = _beside(place, place.parent)
-    if mode is None and place.exists():
-        mode = stat.S_IMODE(place.stat().st_mode)
+    path = _resolved(path, follows_links=follows_links)
+    if os.path.lexists(path) and not path.is_file():
+        kind = errno.EISDIR if path.is_dir() else errno.EEXIST
+        raise OSError(kind, f"'{path.name}' is no regular file there", str(path))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    new = _beside(path, path.parent)
+    if mode is None and path.exists():
+        mode = stat.S_IMODE(path.stat().st_mode)
     with undone_on_error(lambda: _remove_begun(new)):
         created = (0o666 if mode is None else mode) | stat.S_IRUSR | stat.S_IWUSR
         os.close(os.open(new, os.O_CREAT | os.O_EXCL | os.O_WRONLY, created))
@@ -69,8 +69,8 @@ def new_file(path: Path, *, mode: int | None = None, follows_links: bool = True)
         yield new
         _sync(new)
         new.chmod(wanted)
-        new.replace(place)
-    _sync_names(place.parent)
+        new.replace(path)
+    _sync_names(path.parent)
 
 
 def is_begun(path: Path, name: str) -> bool:
@@ -84,18 +84,18 @@ def write_file(path: Path, data: bytes | str, *, mode: int | None = None, follow
         new.write_bytes(data.encode() if isinstance(data, str) else data)
 
 
-def put_file(written: Path, place: Path) -> None:
-    """Moves a finished, closed file to its place on the same file system; replaces another file there."""
+def put_file(written: Path, path: Path) -> None:
+    """Moves a finished, closed file to a path on the same file system; replaces another file there."""
     _sync(written)
-    written.replace(place)
-    _sync_names(place.parent)
+    written.replace(path)
+    _sync_names(path.parent)
 
 
 @contextmanager
 def new_directory(
     path: Path, *, existing: Literal["refuse", "replace", "merge"] = "refuse", last: str = ""
 ) -> Iterator[Path]:
-    """Yields a new directory to write into, which moves to its place when the block ends without an error.
+    """Yields a new directory to write into, which moves to `path` when the block ends without an error.
 
     Missing parents are made at the end, and removed again if that fails.
 
@@ -105,24 +105,24 @@ def new_directory(
         last: Name of the file that is merged last.
 
     Raises:
-        OSError: When it cannot be written, or the place must not be replaced.
+        OSError: When it cannot be written, or the path must not be replaced.
     """
-    place = _resolved(path)
-    _check_place(place, existing)
-    work = _beside(place, _existing_parent(place))
+    path = _resolved(path)
+    _check_replaceable(path, existing)
+    work = _beside(path, _existing_parent(path))
     new, old, is_needed = work / "new", work / "old", False
     try:
         work.mkdir(mode=0o700)
         new.mkdir()
         yield new
         _sync_tree(new)
-        if existing == "merge" and place.exists():
-            _merge(new, place, old, last)
-            _sync_names(place)
+        if existing == "merge" and path.exists():
+            _merge(new, path, old, last)
+            _sync_names(path)
         else:
-            _check_place(place, existing)
-            _move_into_place(new, place, old)
-            _sync_names(place.parent)
+            _check_replaceable(path, existing)
+            _move_to(new, path, old)
+            _sync_names(path.parent)
     except NotPutBackError:  # `work` holds the old content
         is_needed = True
         raise
@@ -132,10 +132,10 @@ def new_directory(
 
 
 def check_writable(path: Path, error: type[ForetokenError], advice: str) -> None:
-    """Raises `error`, as `told_as` does, if no file or directory can be made at a place; before long work."""
+    """Raises `error`, as `told_as` does, if no file or directory can be made at a path; before long work."""
     with told_as(error, f"'{path}'", advice):
-        place = _resolved(path)
-        trial = _beside(place, _existing_parent(place))
+        resolved = _resolved(path)
+        trial = _beside(resolved, _existing_parent(resolved))
         trial.mkdir()
         trial.rmdir()
 
@@ -156,45 +156,45 @@ def told_as(error: type[ForetokenError], what: str, advice: str) -> Iterator[Non
         raise error(f"{what} cannot be written: {reason}. {unchanged}{advice}") from err
 
 
-def _check_place(place: Path, existing: str) -> None:
-    if os.path.lexists(place) and not place.is_dir():
-        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(place))
-    if existing == "refuse" and place.exists() and any(place.iterdir()):
-        raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY), str(place))
+def _check_replaceable(path: Path, existing: str) -> None:
+    if os.path.lexists(path) and not path.is_dir():
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(path))
+    if existing == "refuse" and path.exists() and any(path.iterdir()):
+        raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY), str(path))
 
 
-def _move_into_place(new: Path, place: Path, old: Path) -> None:
-    """Moves a directory to its place. An existing directory goes to `old`, and back if this fails."""
-    made = [above for above in place.parents if not above.exists()]  # deepest first
+def _move_to(new: Path, path: Path, old: Path) -> None:
+    """Moves a directory to a path. An existing directory goes to `old`, and back if this fails."""
+    made = [above for above in path.parents if not above.exists()]  # deepest first
 
     def undo() -> None:
-        if old.exists() and not place.exists():
-            _put_back({old: place}, old)
+        if old.exists() and not path.exists():
+            _put_back({old: path}, old)
         for parent in made:
             with suppress(OSError):  # not made, or not empty any more
                 parent.rmdir()
 
     with undone_on_error(undo):
-        place.parent.mkdir(parents=True, exist_ok=True)
-        if place.exists():
-            new.chmod(stat.S_IMODE(place.stat().st_mode))
-            place.rename(old)
-        new.rename(place)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.exists():
+            new.chmod(stat.S_IMODE(path.stat().st_mode))
+            path.rename(old)
+        new.rename(path)
 
 
-def _merge(new: Path, place: Path, old: Path, last: str) -> None:
+def _merge(new: Path, directory: Path, old: Path, last: str) -> None:
     """Moves files into an existing directory. Files of the same name go to `old`, and back if this fails."""
     old.mkdir()
     moved: list[str] = []
 
     def undo() -> None:
-        back = {place / name: new / name for name in moved if not (new / name).exists()}
-        back |= {old / name: place / name for name in moved if (old / name).exists()}
+        back = {directory / name: new / name for name in moved if not (new / name).exists()}
+        back |= {old / name: directory / name for name in moved if (old / name).exists()}
         _put_back(back, old)
 
     with undone_on_error(undo):
         for path in sorted(new.iterdir(), key=lambda path: (path.name == last, path.name)):
-            here = place / path.name
+            here = directory / path.name
             if os.path.lexists(here) and (here.is_symlink() or not here.is_file()):
                 kind = "a symbolic link" if here.is_symlink() else "a directory" if here.is_dir() else "no regular file"
                 raise FileExistsError(errno.EEXIST, f"'{path.name}' is {kind} there", str(here))
@@ -206,8 +206,8 @@ def _merge(new: Path, place: Path, old: Path, last: str) -> None:
 
 def _put_back(moves: dict[Path, Path], old: Path) -> None:
     try:
-        for source, place in moves.items():
-            source.rename(place)
+        for source, path in moves.items():
+            source.rename(path)
     except OSError as err:
         reason = err.strerror or str(err)
         raise NotPutBackError(err.errno, f"{reason}; what was there before lies in '{old}': move it back") from err
@@ -221,18 +221,18 @@ def _remove_begun(path: Path) -> None:
 def _resolved(path: Path, *, follows_links: bool = True) -> Path:
     if path.is_symlink() and not follows_links:
         raise OSError(errno.ELOOP, "it is a symbolic link", str(path))
-    place = Path(os.path.realpath(path))
-    if place.is_symlink():
+    resolved = Path(os.path.realpath(path))
+    if resolved.is_symlink():
         raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(path))
-    return place
+    return resolved
 
 
-def _existing_parent(place: Path) -> Path:
-    return next((above for above in place.parents if above.exists()), place.parent)
+def _existing_parent(path: Path) -> Path:
+    return next((above for above in path.parents if above.exists()), path.parent)
 
 
-def _beside(place: Path, directory: Path) -> Path:
-    return directory / f".{place.name[:_LONGEST_NAME]}-{secrets.token_hex(4)}"
+def _beside(path: Path, directory: Path) -> Path:
+    return directory / f".{path.name[:_LONGEST_NAME]}-{secrets.token_hex(4)}"
 
 
 def _sync_tree(directory: Path) -> None:
@@ -258,7 +258,7 @@ def _sync(path: Path) -> None:
         os.close(handle)
 
 
-_ADVICE = "Mend that or choose another place."
+_ADVICE = "Correct that, or choose another path."
 
 
 @dataclass(frozen=True, slots=True)
@@ -286,7 +286,7 @@ class OutputDirectory:
     def new(self, directory: Path, *, force: bool) -> Iterator[Path]:
         """Yields a directory that moves to its place at the end; `force` replaces one of this type.
 
-        Raises `RequestError` when the place is taken or cannot be written to.
+        Raises `RequestError` when the path is taken or cannot be written to.
         """
         self.check(directory, force=force)
         with (

@@ -16,7 +16,7 @@ from foretoken.core.errors import ConfigError
 from foretoken.core.records import GenerationMetrics, SequenceStep, StepRecord, TreeTrace
 from foretoken.files.atomic_files import told_as, write_file
 from foretoken.files.bounded_reads import MIB, read_named
-from foretoken.text.codec import Codec, TokenSpans
+from foretoken.text.codec import Codec, Detokenizer
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -133,14 +133,14 @@ class TraceRecorder:
 
     def __init__(self, codec: Codec, prompt: Sequence[int]) -> None:
         self._codec, self._prompt, self._lines = codec, list(prompt), list[str]()
-        self._spans = TokenSpans(codec, prompt)
+        self._spans = Detokenizer(codec, prompt)
         self.metrics = GenerationMetrics()
 
     def add_step(self, record: StepRecord) -> None:
         """Adds an iteration of one sequence."""
         step, seconds = record.sequences[0], record.decode_seconds
         self.metrics.add_step(step, record)
-        self._spans.push(step.tokens)
+        self._spans.push_all(step.tokens)
         named = set(step.tokens)
         if step.trace is not None:
             named |= {*step.trace.tokens, *step.trace.target_tokens}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
 
@@ -97,7 +97,7 @@ class Codec:
             with suppress(Exception):  # `encode` reports errors
                 tokenizer("")  # switches off truncation and padding for later calls
             self.lock = nullcontext()
-        self._alone: dict[tuple[int, bool], str] = {}
+        self._alone: dict[tuple[int, bool], str] = {}  # by token and `skip_special_tokens`
         self._added: dict[tuple[int, bool], str | None] = {}
         self._longest: int | None = None  # bytes of one token; found when a text is long
 
@@ -181,11 +181,10 @@ class Detokenizer:
 
     Attributes:
         text: The certain text so far.
-        ends: For each token the number of certain characters. If several tokens make one character, the last one has
-            it.
+        ends: For each token the number of certain characters.
     """
 
-    def __init__(self, codec: Codec, prompt: Sequence[int], *, skip_special_tokens: bool) -> None:
+    def __init__(self, codec: Codec, prompt: Sequence[int], *, skip_special_tokens: bool = True) -> None:
         self._codec, self._skip = codec, skip_special_tokens
         self._tokens = list(prompt[-5:])  # context for the first token
         self._read = len(self._tokens)
@@ -237,6 +236,18 @@ class Detokenizer:
         self.text += rest
         return rest
 
+    def token_of(self, character: int) -> int:
+        """Returns the index of a character's token; the last token for held-back text.
+
+        If several tokens make one character, it belongs to the last of them.
+        """
+        return min(bisect_right(self.ends, character), len(self.ends) - 1)
+
+    def parts(self, text: str) -> list[str]:
+        """Splits a text, which a stop string may have cut, by token; returns one part for each token."""
+        ends = [*self.ends[:-1], len(text)] if self.ends else []
+        return [text[start:end] for start, end in zip([0, *ends], ends, strict=False)]
+
     def _decode(self, tokens: list[int]) -> str:
         if len(tokens) == 1:
             return self._codec.alone(tokens[0], skip_special_tokens=self._skip)
@@ -267,35 +278,3 @@ class StopStrings:
     def showable(self, text: str) -> int:
         """Returns the number of characters that no stop string can cut any more."""
         return len(text) - min(self._held_back, len(text))
-
-
-class TokenSpans:
-    """Maps the characters of one sequence's output to its tokens.
-
-    If several tokens make one character, it belongs to the last of them. A stop string may have cut the caller's text;
-    its characters are the first ones here.
-    """
-
-    def __init__(self, codec: Codec, prompt: Sequence[int], *, skip_special_tokens: bool = True) -> None:
-        """Begins after a prompt; only its last tokens matter."""
-        self._detokenizer = Detokenizer(codec, prompt, skip_special_tokens=skip_special_tokens)
-
-    @property
-    def text(self) -> str:
-        """The certain text so far."""
-        return self._detokenizer.text
-
-    def push(self, tokens: Iterable[int]) -> None:
-        """Adds tokens."""
-        for token in tokens:
-            self._detokenizer.push(token)
-
-    def token_of(self, character: int) -> int:
-        """Returns the index of a character's token; the last token for held-back text."""
-        ends = self._detokenizer.ends
-        return min(bisect_right(ends, character), len(ends) - 1)
-
-    def parts(self, text: str) -> list[str]:
-        """Splits a text by token; returns one part for each token."""
-        ends = [*self._detokenizer.ends[:-1], len(text)] if self._detokenizer.ends else []
-        return [text[start:end] for start, end in zip([0, *ends], ends, strict=False)]

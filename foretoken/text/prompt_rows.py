@@ -28,15 +28,8 @@ if TYPE_CHECKING:
     JsonRow = tuple[Any, str, int]  # a row, its place for messages, and its bytes
 
 Message = dict[str, str]
-_ROLES = {"system": "system", "developer": "developer", "user": "user", "assistant": "assistant", "tool": "tool"}
-_SHAREGPT_ROLES = {
-    **_ROLES,
-    "human": "user",
-    "gpt": "assistant",
-    "chatgpt": "assistant",
-    "bing": "assistant",
-    "bard": "assistant",
-}
+_ROLES = {role: role for role in ("system", "developer", "user", "assistant", "tool")}
+_SHAREGPT_ROLES = {**_ROLES, "human": "user", **dict.fromkeys(("gpt", "chatgpt", "bing", "bard"), "assistant")}
 _FIELDS = ("messages", "conversations", "turns", "test_list", "instruction", "question", "prompt", "text")
 _ANSWERS = ("completion", "response", "output", "answer")  # of a row that has one; the first that it has counts
 _BETWEEN = "\n\n"  # turns of a conversation as plain text
@@ -123,13 +116,10 @@ def read_prompt_row(row: Any, where: str) -> PromptRow:
     if found == "turns":
         first, *later = _turns(row["turns"], where)
         return PromptRow(where=where, messages=_said(first), later_turns=tuple(later), category=category)
-    answered = next((name for name in _ANSWERS if isinstance(row.get(name), str)), "")
-    answer = _string(row, answered, where)
+    answer = _string(row, next((name for name in _ANSWERS if isinstance(row.get(name), str)), ""), where)
     if found in ("prompt", "text"):
-        is_prompt = found == "prompt"
-        return PromptRow(
-            where=where, raw=_string(row, found, where), answer=answer if is_prompt else None, category=category
-        )
+        raw = _string(row, found, where)
+        return PromptRow(where=where, raw=raw, answer=answer if found == "prompt" else None, category=category)
     return PromptRow(where=where, messages=_said(_instruction(row, found, where), answer), category=category)
 
 
@@ -198,9 +188,8 @@ def _messages(turns: Any, column: str, where: str) -> tuple[Message, ...]:
             raise RequestError(f"{place} is {type(turn).__name__}. Expected an object with role and content.")
         names = ("role", "content") if "role" in turn else ("from", "value")
         if not set(names) <= set(turn):
-            raise RequestError(
-                f"{place} has the keys {shown(list(turn))}. Expected 'role' and 'content', or 'from', 'value'."
-            )
+            expected = "Expected 'role' and 'content', or 'from', 'value'."
+            raise RequestError(f"{place} has the keys {shown(list(turn))}. {expected}")
         role = turn[names[0]]
         if not isinstance(role, str) or role not in roles:
             raise RequestError(f"{place} has the role {shown(role)}. {nearest_name_hint(shown(role), roles)}")

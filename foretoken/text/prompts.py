@@ -28,19 +28,14 @@ def check_vocabulary(tokenizer: Any) -> None:
     """Raises `ConfigError` unless `get_vocab` of a tokenizer, if it exists, returns tokens with their ids."""
     if not hasattr(tokenizer, "get_vocab"):
         return
+    subject, expected = "get_vocab of the tokenizer", "Expected a mapping of tokens to ids."
     with foreign_errors_as(
-        ConfigError,
-        lambda err: (
-            f"get_vocab of the tokenizer fails: {type(err).__name__}: {one_line(err)}. Expected a mapping of tokens "
-            "to ids."
-        ),
+        ConfigError, lambda err: f"{subject} fails: {type(err).__name__}: {one_line(err)}. {expected}"
     ):
         values = list(tokenizer.get_vocab().values())
     foreign = [value for value in values if not isinstance(value, Integral) or isinstance(value, bool)]
     if foreign:
-        raise ConfigError(
-            f"a value in get_vocab of the tokenizer is {shown(foreign[0])}. Expected a mapping of tokens to ids."
-        )
+        raise ConfigError(f"a value in {subject} is {shown(foreign[0])}. {expected}")
 
 
 def ids_without_token(tokenizer: Any, target: Runner) -> Tensor | None:
@@ -84,10 +79,8 @@ class TokensPrompt(_Options):
     prompt: NotRequired[str]
 
 
-_KEYS = ("prompt", "prompt_token_ids")
 _MEDIA_KEYS = ("multi_modal_data", "multi_modal_uuids", "mm_processor_kwargs", "media_io_kwargs", "prompt_embeds")
-_MORE_KEYS = ("prediction", "cache_salt", "speculative")
-_SPECULATIVE_KEYS = ("enabled", "max_nodes")
+_KNOWN_KEYS = {"prompt", "prompt_token_ids", "prediction", "cache_salt", "speculative", *_MEDIA_KEYS}
 _KEYS_SHOWN = 4  # of a refused prompt in a message; a choice
 _LONGEST_SALT = 1024  # characters; a choice: salts are keys of tables
 
@@ -117,8 +110,7 @@ def split_prompts(prompts: Any) -> list[Any]:
     """
     if isinstance(prompts, Mapping) and "input_ids" in prompts:
         return _encoded(prompts)
-    if hasattr(prompts, "tolist"):
-        prompts = prompts.tolist()
+    prompts = _plain(prompts)
     if isinstance(prompts, str | Mapping):
         return [prompts]
     if not _is_list(prompts):
@@ -138,11 +130,10 @@ class PromptReader:
         Raises `RequestError` when a part has an unknown form, is empty or too long, is text without a tokenizer, or
         holds ids that do not exist.
         """
-        more = prompt if isinstance(prompt, Mapping) else {}
+        more = prompt if isinstance(prompt, Mapping) else {"prompt": prompt}
         given = _value(prompt) if isinstance(prompt, Mapping) else prompt
         ids = self._token_ids(given, "the prompt", "a prompt is {}. Expected text, a list of token ids or a mapping.")
-        text = more.get("prompt") if isinstance(prompt, Mapping) else prompt
-        prediction, salt = more.get("prediction"), more.get("cache_salt")
+        text, prediction, salt = (more.get(name) for name in ("prompt", "prediction", "cache_salt"))
         return ReadPrompt(
             text=text if isinstance(text, str) else None,
             token_ids=ids,
@@ -161,8 +152,7 @@ class PromptReader:
         return ids
 
     def _token_ids(self, given: Any, where: str, other: str) -> list[int]:
-        if hasattr(given, "tolist"):
-            given = given.tolist()
+        given = _plain(given)
         if isinstance(given, str):
             ids: Sequence[Any] = self._encode(given, where)
         elif _is_list(given):
@@ -195,7 +185,7 @@ def _salt(given: Any) -> str:
 def _max_nodes(speculative: Any) -> int | None:
     if speculative is None:
         return None
-    if not isinstance(speculative, Mapping) or not set(speculative) <= set(_SPECULATIVE_KEYS):
+    if not isinstance(speculative, Mapping) or speculative.keys() - {"enabled", "max_nodes"}:
         raise RequestError(
             f"speculative is {shown(speculative)}. Expected a mapping with 'enabled', True or False, or 'max_nodes', "
             "most nodes of a tree, or both."
@@ -216,14 +206,13 @@ def _value(prompt: Mapping[str, Any]) -> Any:
     for key in _MEDIA_KEYS:
         if prompt.get(key):
             raise RequestError(f"the prompt has {key}, which is not supported. Expected text or token ids alone.")
-    unknown = [key for key in prompt if key not in (*_KEYS, *_MORE_KEYS, *_MEDIA_KEYS)]
-    given = {key: prompt[key] for key in _KEYS if prompt.get(key) is not None}
-    if unknown or not given:
+    ids, text = prompt.get("prompt_token_ids"), prompt.get("prompt")
+    if prompt.keys() - _KNOWN_KEYS or (ids is None and text is None):
         raise RequestError(
             f"the prompt has the keys {_names(prompt)}. Expected 'prompt' or 'prompt_token_ids', and perhaps "
             "'prediction', 'cache_salt' and 'speculative'."
         )
-    return given.get("prompt_token_ids", given.get("prompt"))
+    return text if ids is None else ids
 
 
 def _names(prompt: Mapping[str, Any]) -> str:
@@ -239,7 +228,7 @@ def _encoded(encoding: Mapping[str, Any]) -> list[list[Any]]:
         rows, mask = [rows], None if mask is None else [mask]
     if mask is None:
         return [list(row) for row in rows]
-    if not _is_list(mask) or [_length(row) for row in mask] != [_length(row) for row in rows]:
+    if not _is_list(mask) or list(map(_length, mask)) != list(map(_length, rows)):
         raise RequestError("attention_mask has another shape than input_ids. Expected one number for each token.")
     return [
         [token for token, is_real in zip(row, real, strict=True) if is_real]
@@ -407,9 +396,8 @@ def _message(message: Any) -> dict[str, Any]:
 
 
 def _check_calls(calls: Any) -> None:
-    functions = [
-        call.get("function") if isinstance(call, Mapping) else None for call in (calls if _is_list(calls) else ())
-    ]
+    listed = calls if _is_list(calls) else ()
+    functions = [call.get("function") if isinstance(call, Mapping) else None for call in listed]
     if not functions or not all(isinstance(each, Mapping) and isinstance(each.get("name"), str) for each in functions):
         expected = "Expected [{'id': ..., 'type': 'function', 'function': {'name': ..., 'arguments': ...}}]."
         raise RequestError(f"the tool_calls of a message are {shown(calls)}. {expected}")
@@ -420,8 +408,7 @@ def _text(content: Any) -> str:
         return content
     parts = content if _is_list(content) else [content]
     for part in parts:
-        is_text = isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str)
-        if not is_text:
+        if not (isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str)):
             raise RequestError(
                 f"the content of a message is {shown(part)}. Expected text, or parts {{'type': 'text', 'text': ...}}: "
                 "foretoken serves text-only models."

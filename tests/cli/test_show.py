@@ -14,7 +14,7 @@ from end_to_end.tiny_llms import tokenizer
 
 from foretoken.cli.shown_tokens import ShownTokens, has_colours, runs, safe_and_painted
 from foretoken.core.records import SequenceStep, StageSeconds, StepRecord
-from foretoken.text.codec import Codec, TokenSpans
+from foretoken.text.codec import Codec, Detokenizer
 
 GENERATE = (
     "generate", MODEL, "-p", "class Queue:\n", "-s", "ngram:num_speculative_tokens=3+hydra:num_speculative_tokens=3",
@@ -104,8 +104,8 @@ def test_characters_of_several_tokens_and_text_that_is_held_back(capsys: pytest.
 def test_spans_are_the_text() -> None:
     codec = Codec(tokenizer(), len(tokenizer()))
     text = "the ab€ß😀 thing\n😀"
-    spans = TokenSpans(codec, tokens_of("x"))
-    spans.push(tokens_of(text))
+    spans = Detokenizer(codec, tokens_of("x"))
+    spans.push_all(tokens_of(text))
     assert "".join(spans.parts(text)) == text
     assert "".join(spans.parts(text[:7])) == text[:7]
     assert len(spans.parts(text)) == len(tokens_of(text))

@@ -15,7 +15,7 @@ from foretoken import LLM, SamplingParams, StreamChunk
 from foretoken.core.errors import RequestError
 from foretoken.core.records import SequenceStep, StepRecord
 from foretoken.drafters.base import TargetReads
-from foretoken.text.codec import Codec, TokenSpans
+from foretoken.text.codec import Codec, Detokenizer
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=30)
 DRAFTERS = drafters()
@@ -98,10 +98,10 @@ def test_parts_say_who_proposed_their_tokens(drafter: str) -> None:
             for step in steps[taken[0].request_id]
             for origin in [*step.accepted_from, *[()] * (step.num_emitted - step.num_accepted)]
         ]
-        spans = TokenSpans(codec, output.prompt_token_ids, skip_special_tokens=request.params.skip_special_tokens)
+        spans = Detokenizer(codec, output.prompt_token_ids, skip_special_tokens=request.params.skip_special_tokens)
         ends_with_token = completion.finish_reason == "stop" and not isinstance(completion.stop_reason, str)
         is_hidden = ends_with_token and not request.params.include_stop_str_in_output
-        spans.push(completion.token_ids[: len(completion.token_ids) - is_hidden])
+        spans.push_all(completion.token_ids[: len(completion.token_ids) - is_hidden])
         parts = [part for chunk in taken for part in chunk.parts]
         shown = [part.accepted_from for part in parts for _ in part.text]
         assert shown == [origins[spans.token_of(at)] for at in range(len(completion.text))]
