@@ -1,4 +1,4 @@
-"""What never ends, nobody writes, or is too large is refused in a sentence; pipes of a shell are read."""
+"""What never ends, nobody writes, is too large or damaged is refused in a sentence; pipes of a shell are read."""
 
 from __future__ import annotations
 
@@ -11,12 +11,23 @@ from codecs import BOM_UTF8
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
 
 from foretoken.bench.workload import load_prompts
 from foretoken.cli import options
 from foretoken.core.errors import ConfigError, ModelError, RequestError
 from foretoken.files import bounded_reads
-from foretoken.files.bounded_reads import MIB, check_regular, read_named, read_regular, read_stream
+from foretoken.files.bounded_reads import (
+    MIB,
+    check_regular,
+    read_json_object,
+    read_named,
+    read_regular,
+    read_stream,
+    tensor_headers,
+)
 
 
 @pytest.fixture
@@ -105,3 +116,42 @@ def test_an_endless_pipe(pipe: Path) -> None:
     with pytest.raises(RequestError, match="holds more than 2 MiB"):
         read_named(pipe, limit=2 * MIB)
     writer.join()
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "is not valid JSON"),
+        (b"{nope", "is not valid JSON"),
+        (b"\xff\xfe{}", "is not valid JSON"),
+        (b"[" * 100_000, "is not valid JSON"),
+        (b"[1]", "holds a JSON list. Expected an object"),
+        (b"null", "holds a JSON NoneType. Expected an object"),
+    ],
+)
+def test_damaged_files_are_named_with_advice(content: bytes, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_bytes(content)
+    with pytest.raises(ModelError) as caught:
+        read_json_object(path)
+    assert str(caught.value).startswith(f"{path} {message}")
+    assert str(caught.value).endswith(". Copy or download it again.")
+    with pytest.raises(ConfigError, match=r"Write it again\.$"):
+        read_json_object(path, error=ConfigError, advice="Write it again.")
+
+
+def test_objects_and_other_things_than_files(pipe: Path, tmp_path: Path) -> None:
+    for path, message in ((tmp_path / "none", "No such file"), (pipe, "is a pipe")):
+        with pytest.raises(ModelError, match=message):
+            read_json_object(path)
+    (tmp_path / "config.json").write_text('{"a": [1]}')
+    assert read_json_object(tmp_path / "config.json") == {"a": [1]}
+
+
+def test_headers_of_tensors(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    save_file({"a.weight": torch.zeros(3, 5, dtype=torch.bfloat16), "b": torch.zeros((), dtype=torch.int64)}, path)
+    assert tensor_headers(path) == {"a.weight": ((3, 5), "BF16"), "b": ((), "I64")}
+    path.write_bytes(b"\xff" * 64)
+    with pytest.raises(SafetensorError):
+        tensor_headers(path)

@@ -18,8 +18,7 @@ from slow_grammars import BLANK, HOSTILE, LARGE, Gate, structured
 from foretoken import LLM, AsyncLLM, SamplingParams
 from foretoken.core.errors import RequestError
 from foretoken.grammars import compiling
-from foretoken.grammars import compiling as grammar_checks
-from foretoken.grammars.compiling import Form, GrammarChecks
+from foretoken.grammars.compiling import ByteCache, Form, GrammarChecks
 
 PROMPT = "def area(self):\n    "
 
@@ -50,7 +49,7 @@ def test_an_empty_schema_is_any_json(llm: LLM, schema: Any) -> None:
 def test_what_takes_too_long_is_refused_and_others_compile_after_it(
     form: dict[str, Any], llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(grammar_checks, "_LONGEST_S", 0.25)
+    monkeypatch.setattr(compiling, "_LONGEST_S", 0.25)
     with pytest.raises(RequestError) as refused:
         text_of(llm, form)
     monkeypatch.undo()
@@ -105,16 +104,16 @@ def test_a_call_that_compiles_holds_up_no_other(llm: LLM, monkeypatch: pytest.Mo
     """Neither other calls of the `LLM`, nor the thread of an `AsyncLLM`."""
     gate, engine = Gate(monkeypatch), AsyncLLM(llm)
     with ThreadPoolExecutor(1) as pool:
-        compiling = pool.submit(text_of, llm, {"regex": "y[ab]{3}"})
+        pending = pool.submit(text_of, llm, {"regex": "y[ab]{3}"})
         try:
             gate.wait()
             (other,) = llm.generate(PROMPT, SamplingParams(max_tokens=4, ignore_eos=True))
             served = asyncio.run(engine.generate(PROMPT, SamplingParams(max_tokens=4, ignore_eos=True)))
-            assert not compiling.done()
+            assert not pending.done()
         finally:
             gate.may_end.set()
             engine.close()
-        assert re.fullmatch("y[ab]{3}", compiling.result())
+        assert re.fullmatch("y[ab]{3}", pending.result())
     assert [len(output.outputs[0].token_ids) for output in (other, served)] == [4, 4]
 
 
@@ -136,3 +135,32 @@ def test_compiled_forms_are_kept_up_to_a_number_of_bytes(monkeypatch: pytest.Mon
     text_of(llm, {"json": LARGE["json"]})
     text_of(llm, {"regex": "b[xy]"})
     assert len(compiled) == 6, "what cannot be kept takes nobody's place"
+
+
+def test_what_was_not_used_for_longest_goes_first() -> None:
+    cache = ByteCache(100)
+    for key in "abc":
+        cache.put(key, key.upper(), 30)
+    assert cache.get("a") == "A"
+    cache.put("d", "D", 35)
+    assert [cache.get(key) for key in "abcd"] == ["A", None, "C", "D"]
+    assert cache.num_bytes == 95
+    cache.put("e", "E", 70)
+    assert [cache.get(key) for key in "acde"] == [None, None, None, "E"]
+    assert cache.num_bytes == 70
+
+
+def test_a_key_is_counted_once() -> None:
+    cache = ByteCache(100)
+    for value in range(10):
+        cache.put("a", value, 60)
+    assert (cache.get("a"), cache.num_bytes) == (9, 60)
+
+
+def test_what_is_larger_than_the_cache_is_not_kept() -> None:
+    cache = ByteCache(100)
+    cache.put("a", 1, 60)
+    cache.put("b", 2, 101)
+    assert (cache.get("a"), cache.get("b"), cache.num_bytes) == (1, None, 60)
+    cache.put("a", 3, 101)
+    assert (cache.get("a"), cache.num_bytes) == (None, 0), "the former value is not kept either"

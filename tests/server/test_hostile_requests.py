@@ -18,7 +18,7 @@ from server.live_server import TEMPLATE, LiveServer, live_server
 from foretoken import LLM
 from foretoken.core.errors import ConfigError
 from foretoken.server.app import ServerConfig
-from foretoken.server.request_fields import UnknownFields
+from foretoken.server.request_fields import UnknownFields, completion_request
 
 KEYS = ["first-key", "second-key"]
 COMPLETION = {"model": "tinycode", "prompt": "def main():", "max_tokens": 4, "temperature": 0.0}
@@ -127,8 +127,11 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"prompt": [[1.5]]}, "1.5"),
     ({"prompt": [True]}, "neither text nor a list"),
     ({"prompt": ["a"] * 200}, "200 prompts"),
+    ({"prompt": ["a"] * 100_000}, "100000 prompts"),
+    ({"prompt": [[[1]]]}, "[1]"),
     ({"prompt": "a b c d " * 2000}, "context length"),
-    ({"n": 10**9}, "n is 1000000000"),
+    ({"n": 10**9}, "n is 1000000000"),  # CVE-2026-34756
+    ({"n": -7}, "n is -7"),  # CVE-2026-21869, and all negative numbers
     ({"n": 0}, "n is 0"),
     ({"n": True}, "n is True"),
     ({"n": "2"}, "n is '2'"),
@@ -143,7 +146,9 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"temperature": 1e308}, "temperature"),
     ({"top_p": 0}, "top_p"),
     ({"top_p": 2}, "top_p"),
+    ({"top_k": -7}, "top_k"),
     ({"logprobs": 10**6}, "logprobs"),
+    ({"logprobs": -7}, "logprobs"),
     ({"logprobs": True}, "logprobs"),
     ({"prompt_logprobs": 10**6}, "prompt_logprobs"),
     ({"prompt": [5] * 1000, "n": 128, "prompt_logprobs": 20, "max_tokens": 1}, "2688000 log-probabilities"),
@@ -152,6 +157,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"n": 128, "logprobs": 20, "max_tokens": 1000}, "2688000 log-probabilities"),
     ({"stop": ["x"] * 10_000}, "stop has 10000 items"),
     ({"stop": [1]}, "stop"),
+    ({"stop": 1.5}, "stop"),
     ({"stop": [""]}, "stop"),
     ({"stop": {"a": "b"}}, "stop"),
     ({"logit_bias": {str(i): 1 for i in range(10_000)}}, "logit_bias has 10000 items"),
@@ -159,6 +165,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"logit_bias": {"1": 1e9}}, "logit_bias"),
     ({"logit_bias": {"999999": 1}}, "999999"),
     ({"logit_bias": [1]}, "logit_bias"),
+    ({"logit_bias": "x"}, "logit_bias"),
     ({"bad_words": ["x"] * 10_000}, "bad_words has 10000 items"),
     ({"bad_words": [[5] * 129]}, "bad_words holds a word of 129 tokens. Expected at most 128"),
     ({"bad_words": [[5] * 100] * 50}, "bad_words has more than 4096 tokens"),
@@ -167,6 +174,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"bad_words": ["x" * 2**20]}, "a word of bad_words has 1048576 bytes, which are more than 128 tokens"),
     ({"stop_token_ids": [-1]}, "stop_token_ids"),
     ({"allowed_token_ids": []}, "allowed_token_ids"),
+    ({"allowed_token_ids": list(range(300_000))}, "allowed_token_ids"),  # CVE-2026-105756
+    ({"logprob_token_ids": list(range(100_000))}, "logprob_token_ids"),
     ({"allowed_token_ids": [10**9]}, "1000000000"),
     ({"presence_penalty": "x"}, "presence_penalty"),
     ({"repetition_penalty": 0}, "repetition_penalty"),
@@ -185,10 +194,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"echo": True, "prompt": [10**9]}, "1000000000"),
     ({"suffix": "return"}, "suffix"),
     ({"use_beam_search": True}, "use_beam_search"),
-    ({"prompt_embeds": "AAAA"}, "prompt_embeds"),
+    ({"prompt_embeds": "gASVKQAAAAAAAACMBXBvc2l4lIwGc3lzdGVt"}, "prompt_embeds"),  # CVE-2025-62164
     ({"logits_processors": ["os.system"]}, "logits_processors"),
     ({"truncate_prompt_tokens": 5}, "truncate_prompt_tokens"),
-    ({"cache_salt": 5}, "cache_salt"),
+    *(({"cache_salt": value}, "cache_salt") for value in (5, {}, [], "")),  # CVE-2026-105756
     ({"cache_salt": "x" * 5000}, "cache_salt"),
     ({"speculative": {"drafter": "ngram"}}, "speculative"),
     ({"speculative": {"max_nodes": 0}}, "max_nodes"),
@@ -283,7 +292,7 @@ REFUSED_IN_CHATS: list[tuple[dict[str, Any], str]] = [
     ({"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs"),
     ({"chat_template_kwargs": {"self": "x"}}, "chat_template_kwargs is {'self': 'x'}. Expected variables"),
     ({"chat_template_kwargs": {"deep": {"a": []}}}, "chat_template_kwargs"),
-    ({"chat_template_kwargs": []}, "chat_template_kwargs"),
+    *(({"chat_template_kwargs": value}, "chat_template_kwargs") for value in ([], "x", 5, {"x": [0] * 1000})),
     ({"add_generation_prompt": True, "continue_final_message": True}, "exclude each other"),
     ({"tools": "all"}, "tools"),
     ({"max_completion_tokens": 0}, "max_tokens"),
@@ -349,6 +358,20 @@ def test_of_unknown_fields_eighty_characters_are_kept() -> None:
     finally:
         tracemalloc.stop()
     assert kept < 1 << 20
+
+
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [
+        ("a\nb", "a\nb"),
+        ([{"type": "text", "text": "a"}, {"type": "text", "text": "b"}], "a\nb"),
+        ([{"type": "text", "text": "a"}], "a"),
+    ],
+)
+def test_parts_of_a_prediction_are_joined_as_those_of_a_message(content: Any, text: str) -> None:
+    body = {"prompt": "p", "prediction": {"type": "content", "content": content}}
+    (prompt,) = completion_request(body, UnknownFields(), {}).prompts
+    assert prompt["prediction"] == text
 
 
 def test_tokens_there_and_back(speculative: LiveServer) -> None:
@@ -477,10 +500,11 @@ def guarded() -> Iterator[LiveServer]:
 )
 @pytest.mark.parametrize("path", ["/v1/models", "/metrics", "/version", "/tokenize", "/openapi.json", "//health", "//"])
 def test_wrong_keys_open_nothing(path: str, header: str | None, guarded: LiveServer) -> None:
-    # A Host that reads as another path must not count: the path alone decides.
-    headers = {"Host": "a/health?b"} | ({} if header is None else {"Authorization": header})
-    error = assert_error(guarded.get(path, headers=headers), 401, "API key")
-    assert error["type"] == "authentication_error"
+    """CVE-2026-48746: a Host that reads as another path must not count; the path alone decides."""
+    for host in ("a/health?b", "a/health", "localhost/health#", "[::1]/health", "/health"):
+        headers = {"Host": host} | ({} if header is None else {"Authorization": header})
+        error = assert_error(guarded.get(path, headers=headers), 401, "API key")
+        assert error["type"] == "authentication_error"
 
 
 def test_right_keys_open_all_and_health_needs_none(guarded: LiveServer) -> None:

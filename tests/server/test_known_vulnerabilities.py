@@ -1,4 +1,7 @@
-"""Faults that other servers had, by the number under which they were published: none of them may come back here."""
+"""Faults that other servers had, by the number under which they were published: none of them may come back here.
+
+Fields that such requests had are in the tables of `test_hostile_requests`, each beside its number.
+"""
 
 from __future__ import annotations
 
@@ -69,21 +72,6 @@ def test_cve_2026_44223_a_drafter_that_returns_rubbish_beside_penalties(behaviou
         assert server.get("/health").status_code == 200
 
 
-@pytest.mark.parametrize("fields", [{"n": 10**9}, {"n": 2**31}, {"prompt": ["a"] * 100_000}])
-def test_cve_2026_34756_more_completions_than_anybody_can_serve(
-    fields: dict[str, Any], speculative: LiveServer
-) -> None:
-    with others_served(speculative):
-        assert speculative.post("/v1/completions", {**ASK, **fields}).status_code == 400
-
-
-def test_cve_2026_48746_a_host_header_that_reads_as_an_open_path() -> None:
-    with live_server(LLM("models/tinycode", max_num_seqs=1), api_keys=["key"]) as server:
-        for host in ("a/health", "a/health?", "localhost/health#", "[::1]/health", "/health"):
-            for path in ("/v1/models", "/metrics"):
-                assert server.get(path, headers={"Host": host}).status_code in (400, 401), host
-
-
 @pytest.mark.parametrize(
     "regex", ["(a+)+$", "(a|a)*b", "(.*)*(.*)*(.*)*x", "((a{1,100}){1,100}){1,100}", "[a-z]{1,9999}" * 9, "(?=a)a"]
 )
@@ -93,30 +81,11 @@ def test_cve_2026_55574_expressions_that_take_long_to_compile(regex: str, specul
         assert answer.status_code in (200, 400), answer.text
 
 
-@pytest.mark.parametrize(
-    "variables",
-    [
-        {"tokenize": True}, {"chat_template": "{{ 1 }}"}, {"messages": []}, {"tokenizer_kwargs": 1}, {"x": {"y": [1]}},
-        {"x": [0] * 1000}, [], "x", 5,
-    ],
-)  # fmt: skip
-def test_cve_2025_62426_variables_of_the_template_that_are_arguments(variables: Any, speculative: LiveServer) -> None:
-    body = {"messages": TALK, "max_tokens": 2, "chat_template_kwargs": variables}
-    assert speculative.post("/v1/chat/completions", body).status_code == 400
-
-
 def test_cve_2025_62426_all_arguments_of_the_renderer(speculative: LiveServer) -> None:
     functions = (PreTrainedTokenizerBase.apply_chat_template, render_jinja_template)
     for name in {name for each in functions for name in signature(each).parameters} - {"kwargs"}:
         answer = speculative.post("/tokenize", {"messages": TALK, "chat_template_kwargs": {name: True}})
         assert answer.json()["error"]["param"] == "chat_template_kwargs", name
-
-
-@pytest.mark.parametrize("field", ["prompt_embeds", "chat_template", "logits_processors"])
-def test_cve_2025_62164_tensors_and_code_in_requests(field: str, speculative: LiveServer) -> None:
-    body = {**ASK, "messages": TALK, field: "gASVKQAAAAAAAACMBXBvc2l4lIwGc3lzdGVtlJOUjA5lY2hvIDE="}
-    for path in ("/v1/completions", "/v1/chat/completions"):
-        assert speculative.post(path, body).status_code == 400
 
 
 def test_cve_2026_24779_and_116176_nothing_in_a_request_is_fetched(speculative: LiveServer) -> None:
@@ -138,18 +107,6 @@ def test_cve_2026_24779_and_116176_nothing_in_a_request_is_fetched(speculative: 
 @pytest.mark.parametrize(
     "fields",
     [
-        {"cache_salt": {}}, {"cache_salt": []}, {"cache_salt": 5}, {"cache_salt": ""}, {"cache_salt": "x" * 10**6},
-        {"logprob_token_ids": list(range(100_000))}, {"allowed_token_ids": list(range(300_000))},
-    ],
-)  # fmt: skip
-def test_cve_2026_105756_fields_that_ended_the_engine_for_all(fields: dict[str, Any], speculative: LiveServer) -> None:
-    with others_served(speculative):
-        assert speculative.post("/v1/completions", {**ASK, **fields}).status_code == 400
-
-
-@pytest.mark.parametrize(
-    "fields",
-    [
         {"presence_penalty": 100, "frequency_penalty": -100, "repetition_penalty": 100},
         {"repetition_penalty": 1e-6, "temperature": 1.5, "seed": 1}, {"logit_bias": {"0": -100, "6143": 100}},
         {"presence_penalty": -100, "n": 8}, {"prompt": [6143] * 900, "repetition_penalty": 2.0},
@@ -160,12 +117,6 @@ def test_cve_2026_105922_penalties_at_their_limits(
 ) -> None:
     with others_served(speculative):
         assert text_of(speculative, **fields) == text_of(plain, **fields)
-
-
-@pytest.mark.parametrize("name", ["max_tokens", "min_tokens", "n", "logprobs", "top_k", "stop_token_ids", "prompt"])
-def test_cve_2026_21869_negative_numbers(name: str, speculative: LiveServer) -> None:
-    value = [-1] if name in ("stop_token_ids", "prompt") else -7
-    assert speculative.post("/v1/completions", {**ASK, name: value}).status_code == 400
 
 
 def test_cve_2025_62727_ranges(speculative: LiveServer) -> None:
@@ -185,10 +136,3 @@ def test_cve_2025_48956_a_header_of_megabytes(speculative: LiveServer, monkeypat
             assert b" 400 " in connection.recv(1000).split(b"\r\n")[0] + b" "
         except OSError:
             pass  # it hung up while we were talking
-
-
-def test_cve_2026_22778_errors_tell_nothing_about_memory(speculative: LiveServer) -> None:
-    bodies = [{"prompt": {"a": object.__repr__(1)}}, {"prompt": [[[1]]]}, {"stop": 1.5}, {"logit_bias": "x"}]
-    for body in bodies:
-        error = speculative.post("/v1/completions", {**ASK, **body}).json()["error"]
-        assert " at 0x" not in error["message"].replace(object.__repr__(1), "")

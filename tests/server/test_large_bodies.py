@@ -8,6 +8,7 @@ import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextvars import ContextVar
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from server.live_server import LiveServer
 
 from foretoken.engine.sequence import Sequence
 from foretoken.server import answers, app, live_request
-from foretoken.server.live_request import in_thread, is_large
+from foretoken.server.live_request import in_pool, in_thread, is_large
 
 LONGEST_S = 60
 LARGE = " " * (app._LARGE_BODY + 1)
@@ -174,3 +175,25 @@ def test_a_forked_child_has_threads_of_its_own() -> None:
     if not child:
         os._exit(asyncio.run(answered()))
     assert os.waitpid(child, 0)[1] == 0
+
+
+def test_values_context_and_errors_come_through() -> None:
+    name = ContextVar("name", default="none")
+
+    async def asked() -> list[object]:
+        name.set("one")
+        return [await in_thread(divmod, 7, 2), await in_thread(sorted, [1, 2], reverse=True), await in_thread(name.get)]
+
+    assert asyncio.run(asked()) == [(3, 1), [2, 1], "one"]
+    with pytest.raises(ZeroDivisionError):
+        asyncio.run(in_thread(divmod, 1, 0))
+
+
+@pytest.mark.parametrize("has_pool", [False, True])
+def test_a_stop_of_an_iterator_ends_the_wait(has_pool: bool) -> None:
+    async def asked() -> None:
+        with ThreadPoolExecutor(1) as own:
+            await asyncio.wait_for(in_pool(own if has_pool else None, lambda: next(iter(()))), LONGEST_S)
+
+    with pytest.raises(RuntimeError, match="StopIteration out of a call in a thread"):
+        asyncio.run(asked())
