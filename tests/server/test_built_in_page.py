@@ -88,6 +88,21 @@ def is_over(tab: Tab) -> None:
     tab.wait_for("document.getElementById('log').getAttribute('aria-busy') === 'false'")
 
 
+def send(tab: Tab, prompt: str, *, button: str = "send", **settings: Any) -> None:
+    """Fills in the form, sends it, and waits for the end."""
+    ask(tab, prompt, **settings)
+    tab.click(button)
+    is_over(tab)
+
+
+def unlock(tab: Tab, server: LiveServer) -> None:
+    """Opens the page of a server that asks for a key, and gives the key."""
+    tab.open(server.url)
+    tab.fill("key", KEY)
+    tab.run("document.getElementById('key-form').requestSubmit()")
+    tab.wait_for("document.getElementById('model').textContent === 'tinycode'")
+
+
 def chat(server: LiveServer, messages: list[dict[str, str]], **more: Any) -> str:
     """What the API answers."""
     body = {"messages": messages, "temperature": 0.0, "max_tokens": 60, **more}
@@ -180,27 +195,20 @@ def test_a_system_prompt_and_top_p(tab: Tab, speculative: LiveServer, guarded: L
     tab.wait_for("document.getElementById('system').checkVisibility()")
     tab.fill("system", "Write a queue.")
     for prompt in ("class Queue:", "class Stack:"):
-        ask(tab, prompt, max_tokens=30, temperature=0.9, seed=5, top_p=0.6)
-        tab.click("send")
-        is_over(tab)
+        send(tab, prompt, max_tokens=30, temperature=0.9, seed=5, top_p=0.6)
         said.append({"role": "user", "content": prompt})
         expected = chat(speculative, said, max_tokens=30, temperature=0.9, seed=5, top_p=0.6)
         assert tab.run(SHOWN) == expected
         said.append({"role": "assistant", "content": expected})
     assert expected != chat(speculative, said[:-1], max_tokens=30, temperature=0.9, seed=5), "top_p changes the text"
-    tab.open(guarded.url)
-    tab.fill("key", KEY)
-    tab.run("document.getElementById('key-form').requestSubmit()")
-    tab.wait_for("document.getElementById('model').textContent === 'tinycode'")
+    unlock(tab, guarded)
     assert not tab.run("document.getElementById('system').checkVisibility()"), "there is no chat template"
 
 
 @in_browser
 def test_tokens_are_marked_by_who_proposed_them(tab: Tab, speculative: LiveServer) -> None:
     tab.open(speculative.url)
-    ask(tab, CODE, max_tokens=80)
-    tab.click("send")
-    is_over(tab)
+    send(tab, CODE, max_tokens=80)
     body = {
         "messages": [{"role": "user", "content": CODE}], "temperature": 0.0, "max_tokens": 80, "stream": True,
         "return_token_origins": True,
@@ -228,9 +236,7 @@ def test_tokens_are_marked_by_who_proposed_them(tab: Tab, speculative: LiveServe
 @pytest.mark.parametrize("settings", [{"temperature": 0}, {"temperature": 0.8, "seed": 11}, {"temperature": 0.8}])
 def test_compare_says_that_the_text_is_the_same(settings: dict[str, Any], tab: Tab, speculative: LiveServer) -> None:
     tab.open(speculative.url)
-    ask(tab, CODE, max_tokens=60, **settings)
-    tab.click("compare")
-    is_over(tab)
+    send(tab, CODE, max_tokens=60, **settings, button="compare")
     plain, drafted = tab.run("[...document.querySelectorAll('.pair .text')].map(e => e.textContent)")
     more = dict(settings)
     if settings["temperature"]:
@@ -247,9 +253,7 @@ def test_compare_says_that_the_text_is_the_same(settings: dict[str, Any], tab: T
 def test_without_speculation_all_tokens_are_the_targets_own(tab: Tab, speculative: LiveServer) -> None:
     tab.open(speculative.url)
     tab.click("speculate")
-    ask(tab, CODE, max_tokens=40)
-    tab.click("send")
-    is_over(tab)
+    send(tab, CODE, max_tokens=40)
     assert tab.run(SHOWN) == chat(speculative, [{"role": "user", "content": CODE}], max_tokens=40)
     assert tab.run(DRAFTED) == []
     assert (tab.text("tau"), tab.text("share")) == ("1.00", "0 %")
@@ -268,9 +272,7 @@ def test_stop_ends_the_request(is_key: bool, tab: Tab, speculative: LiveServer) 
     assert tab.text("problem") == ""
     assert 0 < tab.run("document.querySelectorAll('.text .tok').length") < 800
     speculative.wait_until_idle()
-    ask(tab, CODE, max_tokens=10)
-    tab.click("send")
-    is_over(tab)
+    send(tab, CODE, max_tokens=10)
     assert tab.run(SHOWN) == chat(speculative, [{"role": "user", "content": CODE}], max_tokens=10)
 
 
@@ -289,9 +291,7 @@ def test_a_server_with_a_key_and_without_a_template(tab: Tab, guarded: LiveServe
     tab.wait_for("document.getElementById('model').textContent === 'tinycode'")
     assert tab.text("problem") == ""
     prompt = f'TEXT = "{HOSTILE}"\n{CODE}'
-    ask(tab, prompt, max_tokens=30)
-    tab.click("send")
-    is_over(tab)
+    send(tab, prompt, max_tokens=30)
     headers = {"Authorization": f"Bearer {KEY}"}
     body = {"prompt": prompt, "max_tokens": 30, "temperature": 0.0}
     expected = guarded.post("/v1/completions", body, headers=headers).json()["choices"][0]["text"]
@@ -307,20 +307,13 @@ def test_a_server_with_a_key_and_without_a_template(tab: Tab, guarded: LiveServe
 
 @in_browser
 def test_errors_of_the_server_are_told(tab: Tab, guarded: LiveServer) -> None:
-    tab.open(guarded.url)
-    tab.fill("key", KEY)
-    tab.run("document.getElementById('key-form').requestSubmit()")
-    tab.wait_for("document.getElementById('model').textContent === 'tinycode'")
-    ask(tab, "class Queue:", max_tokens=1023)
-    tab.click("send")
-    is_over(tab)
+    unlock(tab, guarded)
+    send(tab, "class Queue:", max_tokens=1023)
     assert "more together than the context of 1024 tokens" in tab.text("problem")
     assert tab.run("document.getElementById('log').childElementCount") == 0
     assert tab.run("document.getElementById('prompt').value") == "class Queue:"
     busy = guarded.engine.submit("class Queue:", SamplingParams(max_tokens=1000, ignore_eos=True))
-    ask(tab, "class Queue:", max_tokens=10)
-    tab.click("send")
-    is_over(tab)
+    send(tab, "class Queue:", max_tokens=10)
     busy.abort()
     assert re.search(r"wait.* Try again in \d+ seconds?\.$", tab.text("problem"))
     guarded.wait_until_idle()
@@ -371,9 +364,7 @@ def test_hostile_text_is_inert(tab: Tab) -> None:
     with served(made_up_app(stream)) as url:
         tab.open(url)
         tab.wait_for("document.getElementById('about').textContent !== ''")
-        ask(tab, HOSTILE)
-        tab.click("send")
-        is_over(tab)
+        send(tab, HOSTILE)
         texts = tab.run("[...document.querySelectorAll('.text')].map(e => e.textContent)")
         assert texts == [HOSTILE, 2 * HOSTILE]
         assert tab.text("problem") == tab.text("model") == HOSTILE
@@ -392,9 +383,7 @@ def test_drafters_are_told_apart(tab: Tab) -> None:
     stream = chunk(delta={"content": "t"}, token_origins=parts) + "data: [DONE]\n\n"
     with served(made_up_app(stream, name="ngram")) as url:
         tab.open(url)
-        ask(tab, "x")
-        tab.click("send")
-        is_over(tab)
+        send(tab, "x")
         looks = tab.run(
             "[...document.querySelectorAll('.text .tok')].map(e => getComputedStyle(e)).map(e => "
             "[e.backgroundColor, e.textDecorationColor, e.textDecorationStyle].join())"
@@ -416,9 +405,7 @@ def test_compare_runs_both_orders_and_credits_drafts_alone(tab: Tab, num_drafted
     asked: list[Any] = []
     with served(made_up_app(chunk(delta={"content": "x"}, token_origins=[part]) + end, name="m", asked=asked)) as url:
         tab.open(url)
-        ask(tab, "x")
-        tab.click("compare")
-        is_over(tab)
+        send(tab, "x", button="compare")
         orders = [body["speculative"]["enabled"] for body in asked]
         assert orders == [False, True, True, False, False, True, True, False]
         assert len({body["cache_salt"] for body in asked}) == 8, "no run reads on from another's prompt"
@@ -455,9 +442,7 @@ def test_the_policy_stops_what_the_page_would_never_do(chromium: Tab, plain: Liv
 def test_everything_is_legible_and_named(theme: str, tab: Tab, speculative: LiveServer) -> None:
     tab.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": theme}])
     tab.open(speculative.url)
-    ask(tab, CODE, max_tokens=40)
-    tab.click("send")
-    is_over(tab)
+    send(tab, CODE, max_tokens=40)
     contrasts = tab.run(CONTRASTS)
     assert len(contrasts) > 20
     assert min(contrasts.values()) >= 4.5, contrasts  # WCAG 2.2, AA
@@ -477,8 +462,6 @@ def test_everything_is_legible_and_named(theme: str, tab: Tab, speculative: Live
 def test_nothing_is_wider_than_a_narrow_screen(tab: Tab, speculative: LiveServer) -> None:
     tab.call("Emulation.setDeviceMetricsOverride", width=320, height=700, deviceScaleFactor=1, mobile=False)
     tab.open(speculative.url)
-    ask(tab, "x" * 300, max_tokens=40)
-    tab.click("compare")
-    is_over(tab)
+    send(tab, "x" * 300, max_tokens=40, button="compare")
     assert tab.run("document.documentElement.scrollWidth") <= 320
     tab.call("Emulation.clearDeviceMetricsOverride")

@@ -156,11 +156,20 @@ def in_pieces(form: MessageForm, text: str, cuts: list[int]) -> MessageParts:
     return joined(made, reader.finish())
 
 
+def assert_told(form: MessageForm, text: str, expected: tuple[str, str, list[tuple[str, Any]]]) -> None:
+    """A text means the same whole, a character at a time, and in pieces of some characters."""
+    assert told(whole_message(form, text)) == expected, text
+    for step in (1, 7):
+        assert told(in_pieces(form, text, list(range(0, len(text), step)))) == expected, text
+
+
+def reading(name: str) -> MessageForm:
+    return MessageForm(calls=tool_format(name, ""), schemas=FILES)
+
+
 @pytest.mark.parametrize(("name", "text", "content", "calls"), WRITTEN)
 def test_calls_of_every_format(name: str, text: str, content: str, calls: list[tuple[str, Any]]) -> None:
-    form = MessageForm(calls=format_of(name), schemas=SCHEMAS)
-    assert told(whole_message(form, text)) == ("", content, calls)
-    assert told(in_pieces(form, text, list(range(len(text))))) == ("", content, calls), "a character at a time"
+    assert_told(MessageForm(calls=format_of(name), schemas=SCHEMAS), text, ("", content, calls))
 
 
 @pytest.mark.parametrize("name", MALFORMED)
@@ -217,9 +226,7 @@ def test_markers_within_arguments_are_text(form: ToolFormat, order: tuple[str, .
             calls[0] if form.bare == "[" else {"llama3_json": "; "}.get(form.names[0], "\n").join(calls)
         )
         expected = [("write", sent), ("shell", {"command": "ls"})][: 1 + (form.bare != "[")]
-        assert told(whole_message(read, message)) == ("", written.strip(), expected), text
-        assert told(in_pieces(read, message, list(range(len(message))))) == ("", written.strip(), expected), text
-        assert told(in_pieces(read, message, list(range(0, len(message), 7)))) == ("", written.strip(), expected), text
+        assert_told(read, message, ("", written.strip(), expected))
 
 
 @pytest.mark.parametrize("form", [form for form in TOOL_FORMATS if form.opens], ids=lambda form: form.names[0])
@@ -244,10 +251,8 @@ def test_prose_about_markers_hides_no_call(form: ToolFormat) -> None:
     ],
 )  # fmt: skip
 def test_prose_that_shows_the_tags_of_a_call(prose: str) -> None:
-    read = MessageForm(calls=tool_format("qwen3_coder", ""), schemas=FILES)
     text = f"{prose}\n{tags('shell', command='ls')}"
-    assert told(whole_message(read, text)) == ("", prose, [("shell", {"command": "ls"})])
-    assert told(in_pieces(read, text, list(range(len(text))))) == ("", prose, [("shell", {"command": "ls"})])
+    assert_told(reading("qwen3_coder"), text, ("", prose, [("shell", {"command": "ls"})]))
 
 
 ENDS = ["</parameter>", "</function>", "</tool_call>"]
@@ -258,17 +263,14 @@ def test_doubled_closing_tags_are_no_text(closing: str) -> None:
     text = tags("shell", command="ls").replace(closing, f"{closing}\n{closing}")
     json_call = '<tool_call>{"name": "shell", "arguments": {"command": "ls"}}</tool_call>\n</tool_call>'
     for name, message in (("qwen3_coder", text), ("hermes", json_call)):
-        read = MessageForm(calls=tool_format(name, ""), schemas=FILES)
         for end in ("", "\n" + message):
-            expected = ("", "", [("shell", {"command": "ls"})] * (1 + bool(end)))
-            assert told(whole_message(read, message + end)) == expected
-            assert told(in_pieces(read, message + end, list(range(400)))) == expected
+            assert_told(reading(name), message + end, ("", "", [("shell", {"command": "ls"})] * (1 + bool(end))))
 
 
 def test_a_call_that_is_cut_off_is_no_call() -> None:
     """Also where its text shows a whole call."""
     whole = tags("write", path="a.md", text=f"For example:\n{tags('shell', command='rm -r x')}\nand so on")
-    read = MessageForm(calls=tool_format("qwen3_coder", ""), schemas=FILES)
+    read = reading("qwen3_coder")
     for length in range(20, len(whole) - len("</tool_call>\n")):
         made = told(whole_message(read, whole[:length]))
         if whole[:length].rstrip().endswith("</tool_call>"):
@@ -277,7 +279,7 @@ def test_a_call_that_is_cut_off_is_no_call() -> None:
 
 
 def test_tags_that_a_model_leaves_out() -> None:
-    read = MessageForm(calls=tool_format("qwen3_coder", ""), schemas=FILES)
+    read = reading("qwen3_coder")
     whole = tags("write", path="a.md", text="x")
     for message in (whole.replace("</parameter>\n", ""), whole.replace("</parameter>\n", "", 1),
                     whole.removesuffix("</tool_call>")):  # fmt: skip
@@ -287,7 +289,7 @@ def test_tags_that_a_model_leaves_out() -> None:
 
 
 def test_a_parameter_that_the_schema_lacks_is_no_text() -> None:
-    read = MessageForm(calls=tool_format("qwen3_coder", ""), schemas=FILES)
+    read = reading("qwen3_coder")
     for sent in ({"command": "ls", "why": "a"}, {"why": "a", "command": "ls"}):
         for message in (tags("shell", **sent), tags("shell", **sent).replace("\n", "")):
             assert told(whole_message(read, message)) == ("", "", [("shell", sent)])
@@ -295,20 +297,15 @@ def test_a_parameter_that_the_schema_lacks_is_no_text() -> None:
 
 @pytest.mark.parametrize(("left_out", "is_call"), [("</tool_call>", True), ("</function>\n", False)])
 def test_a_call_that_is_not_closed_takes_no_other(left_out: str, is_call: bool) -> None:
-    read = MessageForm(calls=tool_format("qwen3_coder", ""), schemas=FILES)
     first, second = tags("shell", command="ls").replace(left_out, ""), tags("shell", command="rm")
     calls = [("shell", {"command": "ls"}), ("shell", {"command": "rm"})][not is_call :]
-    expected = ("", "" if is_call else first, calls)
-    assert told(whole_message(read, f"{first}\n{second}")) == expected
-    assert told(in_pieces(read, f"{first}\n{second}", list(range(400)))) == expected
+    assert_told(reading("qwen3_coder"), f"{first}\n{second}", ("", "" if is_call else first, calls))
 
 
 def test_a_call_without_its_opening_marker_is_content() -> None:
-    read = MessageForm(calls=tool_format("qwen3_coder", ""), schemas=FILES)
     second = tags("shell", command="rm").removeprefix("<tool_call>")
     message = f"{tags('shell', command='ls')}{second}"
-    for made in (whole_message(read, message), in_pieces(read, message, list(range(400)))):
-        assert told(made) == ("", second, [("shell", {"command": "ls"})])
+    assert_told(reading("qwen3_coder"), message, ("", second, [("shell", {"command": "ls"})]))
 
 
 TYPED: list[tuple[Any, str, Any]] = [
@@ -365,7 +362,7 @@ def test_a_schema_is_read_once_a_call() -> None:
 )  # fmt: skip
 def test_python_calls_take_the_words_of_json(value: str, expected: Any) -> None:
     read = MessageForm(calls=tool_format("pythonic", ""), schemas={"f": {}})
-    assert told(in_pieces(read, f"[f(a={value})]", list(range(60)))) == ("", "", [("f", {"a": expected})])
+    assert_told(read, f"[f(a={value})]", ("", "", [("f", {"a": expected})]))
 
 
 @pytest.mark.parametrize(
@@ -383,10 +380,8 @@ def test_python_calls_take_the_words_of_json(value: str, expected: Any) -> None:
 )  # fmt: skip
 def test_forms_of_a_call_of_qwen_coder(text: str, content: str | None, count: int) -> None:
     for name in ("hermes", "qwen2_5_coder"):
-        read = MessageForm(calls=tool_format(name, ""), schemas=FILES)
-        expected = ("", text if content is None else content, [("shell", {"command": "ls"})] * count)
-        assert told(whole_message(read, text)) == expected
-        assert told(in_pieces(read, text, list(range(400)))) == expected
+        calls = [("shell", {"command": "ls"})] * count
+        assert_told(reading(name), text, ("", text if content is None else content, calls))
 
 
 @settings(max_examples=300, deadline=None)
@@ -452,8 +447,7 @@ def test_pieces_of_any_text_change_nothing(
 )
 def test_thoughts(name: str, is_thinking: bool, text: str, expected: tuple[str, str]) -> None:
     form = MessageForm(tags=thinking_tags(name, ""), is_thinking=is_thinking)
-    assert told(whole_message(form, text))[:2] == expected
-    assert told(in_pieces(form, text, list(range(len(text)))))[:2] == expected
+    assert_told(form, text, (*expected, []))
 
 
 def test_a_text_is_shown_as_soon_as_it_is_decided() -> None:

@@ -12,7 +12,6 @@ from server.live_server import LiveServer
 from slow_grammars import HOSTILE, LARGE, Gate, structured
 
 from foretoken.grammars import compiling
-from foretoken.grammars import compiling as grammar_checks
 
 SMALL = {"json": {"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]}}
 ASK = {"prompt": "class Queue:\n    def push(self, item):\n", "max_tokens": 48, "temperature": 0.0}
@@ -30,23 +29,23 @@ def test_streams_and_other_requests_go_on_while_a_form_compiles(
         with httpx.stream("POST", f"{speculative.url}/v1/completions", json=body, timeout=60) as stream:
             lines = (line for line in stream.iter_lines() if line)
             next(lines)
-            compiling = [pool.submit(speculative.post, "/v1/completions", ask) for _ in range(COMPILING)]
+            pending = [pool.submit(speculative.post, "/v1/completions", ask) for _ in range(COMPILING)]
             try:
                 gate.wait()
                 assert list(lines)[-1] == "data: [DONE]"
                 assert speculative.get("/health").status_code == 200
                 assert speculative.get("/metrics").status_code == 200
                 assert speculative.post("/v1/completions", ASK).status_code == 200
-                assert not any(each.done() for each in compiling)
+                assert not any(each.done() for each in pending)
             finally:
                 gate.may_end.set()
-        answers = [each.result() for each in compiling]
+        answers = [each.result() for each in pending]
     assert {answer.status_code for answer in answers} == {200}, answers[0].text
     assert answers[0].json()["choices"][0]["text"].lstrip().startswith("{")
 
 
 def test_a_form_that_takes_too_long_is_answered_400(speculative: LiveServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grammar_checks, "_LONGEST_S", 0.25)
+    monkeypatch.setattr(compiling, "_LONGEST_S", 0.25)
     answer = speculative.post("/v1/completions", {**ASK, "structured_outputs": HOSTILE})
     assert answer.status_code == 400
     assert "takes more than 0.25 s to compile" in answer.json()["error"]["message"]
