@@ -81,7 +81,6 @@ class Envelope:
 
     request: ServedRequest
     model: str
-    has_draft_metrics: bool = False
     name: str = field(default_factory=lambda: uuid.uuid4().hex)
     created: int = field(default_factory=seconds_since_1970)
     readers: dict[int, MessageReader] = field(default_factory=dict)
@@ -119,7 +118,8 @@ class Envelope:
         return {"metadata": self.request.warning} if self.request.warning else {}
 
     def _metrics(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
-        return {"metrics": {"speculative_decoding": draft_metrics(outputs)}} if self.has_draft_metrics else {}
+        is_asked = self.request.has_draft_metrics
+        return {"metrics": {"speculative_decoding": draft_metrics(outputs)}} if is_asked else {}
 
     def _choice(
         self, index: int, part: CompletionOutput | StreamChunk, offset: int, echo: EchoedPrompt | None

@@ -22,7 +22,6 @@ from foretoken.server.json_body import ApiError, api_error, parse_object
 from foretoken.server.live_request import (
     GENERATING,
     BodyReader,
-    JsonResponse,
     LiveRequest,
     in_thread,
     is_large,
@@ -110,7 +109,7 @@ class ServerConfig:
     engine_name: str = "0"
 
     def __post_init__(self) -> None:
-        """Builds the application; raises `ConfigError` for an invalid origin."""
+        """Raises `ConfigError` for an invalid origin."""
         check_origins(self.allowed_origins)
 
 
@@ -195,7 +194,7 @@ class _Server:
 
     def _error(self, error: ApiError) -> Response:
         self.metrics.refused(error.status)
-        return JsonResponse(error.body, error.status, error.headers)
+        return JSONResponse(error.body, error.status, error.headers)
 
     async def page(self, _: Request) -> Response:
         return page_response()
@@ -206,15 +205,15 @@ class _Server:
         on_end = None if distillation is None else distillation.add
         live = LiveRequest(shape, self.metrics, on_end)
         await live.submit(self._engine, request.scope[CLIENT])
-        return await live.response(request.receive, self.metrics.count_disconnect)
+        return await live.response(request.receive)
 
     async def models(self, _: Request) -> Response:
-        return JsonResponse({"object": "list", "data": [self._card(name) for name in self._config.names]})
+        return JSONResponse({"object": "list", "data": [self._card(name) for name in self._config.names]})
 
     async def model(self, request: Request) -> Response:
         name = request.path_params["name"]
         check_model(name, self._config.names)
-        return JsonResponse(self._card(name))
+        return JSONResponse(self._card(name))
 
     def _card(self, name: str) -> dict[str, Any]:
         llm = self._engine.llm
@@ -237,11 +236,11 @@ class _Server:
             tokens = await in_thread(
                 llm.encode, body.get("prompt", ""), add_special_tokens=has_special, most_tokens=llm.target.context_len
             )
-        return JsonResponse({"count": len(tokens), "max_model_len": llm.target.context_len, "tokens": tokens})
+        return JSONResponse({"count": len(tokens), "max_model_len": llm.target.context_len, "tokens": tokens})
 
     async def detokenize(self, request: Request) -> Response:
         tokens = await read_body(token_request, await self._body(request))
-        return JsonResponse({"prompt": await in_thread(self._engine.llm.decode, tokens)})
+        return JSONResponse({"prompt": await in_thread(self._engine.llm.decode, tokens)})
 
     async def health(self, _: Request) -> Response:
         """GET /health: status 200 unless the engine has stopped or an iteration takes minutes."""
@@ -250,14 +249,14 @@ class _Server:
         seconds = self._engine.iteration_seconds
         if seconds > _LONGEST_ITERATION_S:
             raise ApiError(f"An iteration has not ended for {seconds:.0f} seconds: something hangs.", status=503)
-        return JsonResponse({"status": "ok"})
+        return JSONResponse({"status": "ok"})
 
     async def show_metrics(self, _: Request) -> Response:
         page = await in_thread(self.metrics.page)
         return Response(page, media_type="text/plain; version=0.0.4; charset=utf-8")
 
     async def version(self, _: Request) -> Response:
-        return JsonResponse({"version": foretoken.__version__})
+        return JSONResponse({"version": foretoken.__version__})
 
     async def _body(self, request: Request) -> dict[str, Any]:
         is_large.set(len(await request.body()) > _LARGE_BODY)

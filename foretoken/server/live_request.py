@@ -108,12 +108,14 @@ class BodyReader:
     ) -> None:
         """Makes a reader; `template` is None for the tokenizer's own, `advice` ends the error about a missing one."""
         self._llm, self._model, self._template, self._advice, self._formats = llm, model, template, advice, formats
-        self._unknown, self._has_draft_metrics = UnknownFields(), has_draft_metrics
+        self._unknown, self._metrics = UnknownFields(), "summary" if has_draft_metrics else "none"
         self.has_template = bool(template or getattr(llm.tokenizer, "chat_template", None))
 
     async def shape(self, path: str, body: dict[str, Any]) -> Envelope:
         """Checks a body and returns the shape of its answer; raises `ApiError` or `RequestError` for invalid fields."""
         check_booleans(body)
+        if body.get("spec_decode_metrics") is None:
+            body = {**body, "spec_decode_metrics": self._metrics}
         is_response = path == GENERATING["responses"]
         log, defaults = self._unknown, self._llm.sampling_defaults
         if path == GENERATING["completions"]:
@@ -124,11 +126,9 @@ class BodyReader:
             begun = await self._begun(chat, prompt["prompt"])
             form_name = "text.format" if is_response else "response_format"
             request = await read_body(chat_request, chat, log, defaults, prompt, self._formats, begun, form_name)
-        has_metrics = self._has_draft_metrics if request.has_draft_metrics is None else request.has_draft_metrics
         if not is_response:
-            return Envelope(request=request, model=self._model, has_draft_metrics=has_metrics)
-        told = await read_body(told_back, body)
-        return ResponseEnvelope(request=request, model=self._model, has_draft_metrics=has_metrics, told=told)
+            return Envelope(request=request, model=self._model)
+        return ResponseEnvelope(request=request, model=self._model, told=await read_body(told_back, body))
 
     async def conversation(self, chat: dict[str, Any]) -> dict[str, Any]:
         """Renders the messages of a body and returns the prompt; raises as `shape` does."""
@@ -161,7 +161,6 @@ class BodyReader:
 
 _QUESTION = "question 7f3a"  # any text that no template has
 _LONGEST_END = 32  # characters of a prompt that may open or close thoughts; a choice
-_Answer = TypeVar("_Answer")
 _MOST_LOGPROBS = 1 << 18  # of one answer, some 20 MB of JSON; RESULTS, "What one client's dearest requests cost"
 
 
@@ -216,23 +215,24 @@ class LiveRequest:
         for stream in self._streams:
             stream.abort()
 
-    async def response(self, receive: Receive, on_disconnect: Callable[[], None]) -> Response:
+    async def response(self, receive: Receive) -> Response:
         """Returns the answer for a client: a stream, or the whole body; aborts the request if the client disconnects.
 
-        `receive` gives the client's further messages. `on_disconnect` is called if the client leaves before the end.
+        `receive` gives the client's further messages.
         """
         if self.envelope.request.is_streamed:
-            return EventStream(self.parts(), on_disconnect, is_numbered=isinstance(self.envelope, ResponseEnvelope))
+            is_numbered = isinstance(self.envelope, ResponseEnvelope)
+            return EventStream(self.parts(), self._count_disconnect, is_numbered=is_numbered)
         try:
             answer = await run_while_connected(self.whole(dumped_in_pieces), receive)
         finally:
             self.abort()
         if answer.cancelled():
-            on_disconnect()
+            self._count_disconnect()
             return Response(status_code=499)  # the client has disconnected
-        return JsonResponse(answer.result())
+        return Response(answer.result(), media_type="application/json")
 
-    async def whole(self, make: Callable[[dict[str, Any]], _Answer]) -> _Answer:
+    async def whole(self, make: Callable[[dict[str, Any]], Any]) -> Any:
         """Returns the answer, built by `make` in a thread; raises `ApiError` when a completion failed."""
         try:
             outputs = [await stream.output() for stream in self._streams]
@@ -313,6 +313,10 @@ class LiveRequest:
             return outputs
         return [replace(output, outputs=list(map(without_tokens, output.outputs))) for output in outputs]
 
+    def _count_disconnect(self) -> None:
+        if self._metrics is not None:
+            self._metrics.count_disconnect()
+
     def _count_outputs(self, outputs: list[RequestOutput]) -> None:
         if self._metrics is not None:
             self._metrics.ended(outputs, time.monotonic() - self._begin)
@@ -382,16 +386,6 @@ def _check_completion(params: SamplingParams, finish_reason: str | None, error: 
         raise ApiError(f"The completion failed: {error}", status=500)
     if finish_reason == "abort":
         raise ApiError("The server ended the request. Send it again.", status=503, headers={"Retry-After": "1"})
-
-
-class JsonResponse(Response):
-    """A body as JSON."""
-
-    media_type = "application/json"
-
-    def render(self, content: Any) -> bytes:
-        """Encodes the content, unless it is already bytes."""
-        return content if isinstance(content, bytes) else dumped(content)
 
 
 class EventStream(Response):

@@ -128,7 +128,7 @@ class ServedRequest:
         has_prompt_logprobs: Whether each completion has log-probabilities of the prompt.
         has_token_ids: Whether token ids are sent with the text.
         has_origins: Whether chunks of a stream say which text was drafted.
-        has_draft_metrics: Whether the answer has draft metrics; None for the server's default.
+        has_draft_metrics: Whether the answer has draft metrics.
         message_form: How to read the text of a message; None if all of the text is content.
         form_name: The field that asks for a form of output.
         forced_tools: The tools of a request whose answer is forced to call them; their schemas are the form.
@@ -150,7 +150,7 @@ class ServedRequest:
     has_prompt_logprobs: bool = False
     has_token_ids: bool = False
     has_origins: bool = False
-    has_draft_metrics: bool | None = None
+    has_draft_metrics: bool = False
     message_form: MessageForm | None = None
     form_name: str = "structured_outputs"
     forced_tools: ToolUse | None = None
@@ -359,7 +359,7 @@ def _request(
         has_running_usage=is_streamed and options.get("continuous_usage_stats") is True,
         has_token_ids=given.get("return_token_ids", False),
         has_origins=is_streamed and given.get("return_token_origins", False),
-        has_draft_metrics=None if metrics is None else metrics == "summary",
+        has_draft_metrics=metrics == "summary",
         may_be_learned=given.get("store") is not False and "cache_salt" not in given,
         **more,
     )

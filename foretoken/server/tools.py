@@ -44,16 +44,12 @@ class ToolUse:
     is_parallel: bool = True
     left_out: Sequence[str] = ()
 
-    def forced_form(self) -> dict[str, Any] | None:
-        """Returns the `structured_outputs` of a forced call; None if the model may answer without a call.
+    def forced_form(self) -> dict[str, Any]:
+        """Returns the `structured_outputs` of a forced call; raises `ApiError` for a schema that is too large or deep.
 
-        Raises `ApiError` for a schema that is too large or too deep.
-
-        If the request names a tool, the answer is its arguments. With "required" the answer is a list of objects with
-        the name and the parameters of a tool, as in vLLM.
+        If the request names a tool, the answer is its arguments. Otherwise the answer is a list of objects with the
+        name and the parameters of a tool, as in vLLM.
         """
-        if self.choice != "required":
-            return None
         for name, schema in self.schemas.items() if self.forced is None else [(self.forced, self.schemas[self.forced])]:
             try:
                 StructuredOutputsParams(json=schema)
