@@ -22,11 +22,10 @@ from foretoken.server.answers import EchoedPrompt, Envelope, running_usage, with
 from foretoken.server.json_body import ApiError, api_error, dumped, dumped_in_pieces, run_while_connected
 from foretoken.server.request_fields import (
     UnknownFields,
-    chat_form,
     chat_request,
     check_booleans,
     completion_request,
-    continued_message,
+    read_conversation,
 )
 from foretoken.server.responses import ResponseEnvelope, as_chat, told_back
 
@@ -41,7 +40,7 @@ if TYPE_CHECKING:
     from foretoken.server.json_body import Receive, Scope, Send
     from foretoken.server.message_parts import AnswerFormats
     from foretoken.server.metrics import ServerMetrics
-    from foretoken.server.request_fields import ServedRequest
+    from foretoken.server.request_fields import Conversation, ServedRequest
 
 _Given = ParamSpec("_Given")
 _Result = TypeVar("_Result")
@@ -122,34 +121,35 @@ class BodyReader:
             request = await read_body(completion_request, body, log, defaults)
         else:
             chat = await read_body(as_chat, body) if is_response else body
-            prompt = await self.conversation(chat)
-            begun = await self._begun(chat, prompt["prompt"])
+            talk = await read_body(read_conversation, chat)
+            prompt = await self._rendered(talk.messages, talk.form)
+            form = self._formats.form(
+                await self._begun(talk, prompt["prompt"]), talk.tools, is_continued=talk.continued is not None
+            )
             form_name = "text.format" if is_response else "response_format"
-            request = await read_body(chat_request, chat, log, defaults, prompt, self._formats, begun, form_name)
+            request = await read_body(chat_request, chat, log, defaults, prompt, talk.tools, form, form_name)
         if not is_response:
             return Envelope(request=request, model=self._model)
         return ResponseEnvelope(request=request, model=self._model, told=await read_body(told_back, body))
 
     async def conversation(self, chat: dict[str, Any]) -> dict[str, Any]:
         """Renders the messages of a body and returns the prompt; raises as `shape` does."""
-        messages, form = await read_body(chat_form, chat)
-        if self._llm.tokenizer is not None and not self.has_template:
-            raise ApiError(f"The model has no chat template. {self._advice}", param="messages")
-        return await self._rendered(messages, form)
+        talk = await read_body(read_conversation, chat)
+        return await self._rendered(talk.messages, talk.form)
 
     async def _rendered(self, messages: Any, form: Mapping[str, Any]) -> dict[str, Any]:
+        if self._llm.tokenizer is not None and not self.has_template:
+            raise ApiError(f"The model has no chat template. {self._advice}", param="messages")
         render = partial(self._llm.chat_prompts, messages, chat_template=self._template, **form)
         (prompt,) = await in_pool(_pools["large" if is_large.get() else "chats"], render)
         return prompt
 
-    async def _begun(self, chat: dict[str, Any], prompt: str) -> str:
+    async def _begun(self, talk: Conversation, prompt: str) -> str:
         """Returns the assistant's part of a prompt: what it has in common with the same answer to a short question."""
         if self._formats.tags is None:
             return ""
-        _, form = await read_body(chat_form, chat)
-        continued = continued_message(chat)
-        messages = [{"role": "user", "content": _QUESTION}, *([] if continued is None else [continued])]
-        form = {name: value for name, value in form.items() if name != "tools"}
+        messages = [{"role": "user", "content": _QUESTION}, *([] if talk.continued is None else [talk.continued])]
+        form = {name: value for name, value in talk.form.items() if name != "tools"}
         try:
             short = await self._rendered(messages, form)
         except RequestError:  # a template that renders some conversations alone

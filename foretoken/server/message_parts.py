@@ -34,6 +34,7 @@ class MessageForm:
         schemas: The JSON schema of each tool's parameters, by the tool's name.
         forced: The named tool; the whole answer is its arguments. None if the request names no tool.
         is_parallel: Whether an answer may have several calls.
+        has_special_markers: Whether a marker of calls or thoughts is a special token, which decoded text omits.
     """
 
     tags: Tags | None = None
@@ -42,6 +43,7 @@ class MessageForm:
     schemas: Schemas = field(default_factory=dict)
     forced: str | None = None
     is_parallel: bool = True
+    has_special_markers: bool = False
     decode: Callable[[Sequence[int]], str] = lambda _: ""
 
     def num_thoughts(self, token_ids: Sequence[int]) -> int:
@@ -64,10 +66,7 @@ class MessageForm:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerFormats:
-    """The formats in which a model writes calls and thoughts; see `MessageForm`.
-
-    `has_special_markers`: whether a marker of calls or thoughts is a special token, which decoded text omits.
-    """
+    """The formats in which a model writes calls and thoughts; see `MessageForm`."""
 
     calls: ToolFormat | None = None
     tags: Tags | None = None
@@ -113,7 +112,8 @@ class AnswerFormats:
         return MessageForm(
             tags=tags, is_thinking=is_thinking, calls=calls,
             schemas=use.schemas if use else {}, forced=use.forced if use else None,
-            is_parallel=use is None or use.is_parallel, decode=self.decode,
+            is_parallel=use is None or use.is_parallel, has_special_markers=self.has_special_markers,
+            decode=self.decode,
         )  # fmt: skip
 
 

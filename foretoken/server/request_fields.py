@@ -6,7 +6,7 @@ import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from foretoken.core.checks import check_boolean, check_integer, check_sequence, shown
 from foretoken.core.errors import RequestError, listed
@@ -22,7 +22,7 @@ from foretoken.server.tools import functions_of, tool_use
 
 if TYPE_CHECKING:
     from foretoken.core.errors import FormError
-    from foretoken.server.message_parts import AnswerFormats, MessageForm
+    from foretoken.server.message_parts import MessageForm
     from foretoken.server.tools import ToolUse
 
 _log = logging.getLogger(__name__)
@@ -226,21 +226,19 @@ def chat_request(
     unknown: UnknownFields,
     defaults: Mapping[str, Any],
     prompt: Mapping[str, Any],
-    formats: AnswerFormats,
-    begun: str,
+    tools: ToolUse | None,
+    form: MessageForm | None,
     form_name: str = "response_format",
 ) -> ServedRequest:
     """Reads a body of /v1/chat/completions like `completion_request`; `prompt` is the rendered conversation.
 
-    `begun` is the assistant's part of the prompt. `form_name` is what the client calls `response_format`.
+    `form` says how to read the answer. `form_name` is what the client calls `response_format`.
     """
-    own = {"messages", "max_completion_tokens", "top_logprobs", *_TOOLS, *_FORM}
-    given = _known(body, unknown, own)
-    tools = tool_use(given)
-    form = formats.form(begun, tools, is_continued=continued_message(given) is not None)
-    if form is not None and formats.has_special_markers:
+    given = _known(body, unknown, {"messages", "max_completion_tokens", "top_logprobs", *_TOOLS, *_FORM})
+    if form is not None and form.has_special_markers:
         given["skip_special_tokens"] = False  # the parsers need the markers
-    if tools is not None and tools.choice == "required":
+    is_forced = tools is not None and tools.choice == "required"
+    if tools is not None and is_forced:
         if "structured_outputs" in given:
             raise ApiError("structured_outputs and a required tool call exclude each other. Pass one of them.")
         given.pop("response_format", None)  # a forced call has no content
@@ -251,12 +249,11 @@ def chat_request(
         raise ApiError("top_logprobs needs logprobs. Set logprobs to true.", param="top_logprobs")
     limit = given.pop("max_completion_tokens", None)
     given["max_tokens"] = given.get("max_tokens") if limit is None else limit
-    num_logprobs, has_prompt = (num_top or 0) if has_logprobs else None, "prompt_logprobs" in given
     return _request(
-        given, [_with_extras(prompt, given)], defaults, is_chat=True, num_top_logprobs=num_logprobs,
-        has_prompt_logprobs=has_prompt, message_form=form, form_name=form_name,
-        forced_tools=tools if tools is not None and tools.choice == "required" else None,
-        left_out=tools.left_out if tools is not None else (),
+        given, [_with_extras(prompt, given)], defaults, is_chat=True,
+        num_top_logprobs=(num_top or 0) if has_logprobs else None, has_prompt_logprobs="prompt_logprobs" in given,
+        message_form=form, form_name=form_name, forced_tools=tools if is_forced else None,
+        left_out=() if tools is None else tools.left_out,
     )  # fmt: skip
 
 
@@ -264,25 +261,33 @@ _TOOLS = ("tools", "tool_choice", "parallel_tool_calls")
 _FORM = ("add_generation_prompt", "continue_final_message", "chat_template_kwargs")
 
 
-def continued_message(body: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """Returns the message that the answer of a chat continues; None if the answer is a message of its own."""
-    last = body["messages"][-1:] if body.get("continue_final_message") is True else []
-    return last[0] if last and last[0].get("content") else None
+class Conversation(NamedTuple):
+    """The messages of a chat, arguments of `LLM.chat_prompts` that render them, and the request's tools.
+
+    `continued` is the message that the answer continues; None if the answer is a message of its own.
+    """
+
+    messages: Any
+    form: dict[str, Any]
+    tools: ToolUse | None
+    continued: Mapping[str, Any] | None
 
 
-def chat_form(body: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Returns messages, and arguments of `LLM.chat_prompts` that render them; raises `ApiError` if invalid."""
-    if body.get("messages") is None:
+def read_conversation(body: Mapping[str, Any]) -> Conversation:
+    """Reads the messages and tools of a body; raises `ApiError` if they are invalid."""
+    messages = body.get("messages")
+    if messages is None:
         raise ApiError("messages is missing. Expected a list of messages with role and content.", param="messages")
-    if not isinstance(body["messages"], list) or not all(isinstance(each, Mapping) for each in body["messages"]):
+    if not isinstance(messages, list) or not all(isinstance(each, Mapping) for each in messages):
         raise ApiError("messages is not a list of objects. Expected messages with role and content.", param="messages")
-    _check_size("messages", body["messages"])
+    _check_size("messages", messages)
     form = {name: body[name] for name in _FORM if body.get(name) is not None}
-    tools = tool_use(body)
+    tools, continued = tool_use(body), None
     if tools is not None and tools.choice != "none":
         form["tools"] = functions_of(body["tools"])
     if form.get("continue_final_message") is True:
         form.setdefault("add_generation_prompt", False)
+        continued = messages[-1] if messages and messages[-1].get("content") else None
     variables = form.get("chat_template_kwargs", {})
     # Values that templates test. Names of the renderer's own arguments and values to loop over are refused.
     if not isinstance(variables, Mapping) or any(
@@ -294,7 +299,7 @@ def chat_form(body: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
             "booleans.",
             param="chat_template_kwargs",
         )
-    return body["messages"], form
+    return Conversation(messages, form, tools, continued)
 
 
 _RENDERING = frozenset({
