@@ -2,13 +2,29 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+from urllib.parse import urlsplit
 
 from foretoken.server.http_server import http_server
+
+
+def wait_until(is_there: Callable[[], Any]) -> None:
+    """Returns once something is there; fails after a minute."""
+    end = time.monotonic() + 60
+    while not is_there():
+        assert time.monotonic() < end, "it does not come"
+        time.sleep(0.005)
+
+
+def connect(url: str) -> socket.socket:
+    """A connection of our own."""
+    parts = urlsplit(url)
+    return socket.create_connection((parts.hostname, parts.port), timeout=60)
 
 
 @contextmanager
@@ -18,11 +34,8 @@ def served(app: Any) -> Iterator[str]:
     thread = threading.Thread(target=server.run)
     thread.start()
     try:
-        end = time.monotonic() + 60
-        while not server.started:
-            assert thread.is_alive(), "the server did not start"
-            assert time.monotonic() < end, "the server did not start in time"
-            time.sleep(0.01)
+        wait_until(lambda: server.started or not thread.is_alive())
+        assert server.started, "the server did not start"
         yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
     finally:
         server.should_exit = True

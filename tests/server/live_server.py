@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import httpx
 import openai
-from served_app import served
+from served_app import served, wait_until
 
 from foretoken import LLM, AsyncLLM
 from foretoken.server.app import ServerConfig, make_app
@@ -51,12 +50,20 @@ class LiveServer:
         """Likewise."""
         return httpx.get(self.url + path, timeout=60, **more)
 
+    def complete(self, **fields: Any) -> str:
+        """The text of a completion."""
+        answer = self.post("/v1/completions", fields)
+        assert answer.status_code == 200, answer.text
+        return str(answer.json()["choices"][0]["text"])
+
+    def figure(self, name: str, label: str = "") -> float:
+        """The sum of a figure's samples that have a label."""
+        lines = self.get("/metrics").text.splitlines()
+        return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(name) and label in line)
+
     def wait_until_idle(self) -> None:
         """Returns once no request is served; fails after a minute."""
-        end = time.monotonic() + 60
-        while self.engine.num_running or self.engine.num_waiting:
-            assert time.monotonic() < end, "requests are still running"
-            time.sleep(0.01)
+        wait_until(lambda: not (self.engine.num_running or self.engine.num_waiting))
 
 
 @contextmanager

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import psutil
+from served_app import wait_until
 
 
 @contextmanager
@@ -40,9 +40,7 @@ def workers(title: str) -> list[psutil.Process]:
 
 def kill_one(title: str) -> None:
     """Ends one of them as the machine would that runs out of memory."""
-    end = time.monotonic() + 60
-    while not (found := workers(title)):
-        assert time.monotonic() < end, f"there is no process {title}"
-        time.sleep(0.05)
-    found[0].kill()
-    found[0].wait(10)
+    wait_until(lambda: workers(title))
+    process = workers(title)[0]
+    process.kill()
+    process.wait(10)

@@ -6,13 +6,13 @@ Slow because every slot writes hundreds of tokens.
 from __future__ import annotations
 
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
 import pytest
+from served_app import wait_until
 from server.live_server import LiveServer, live_server
 
 from foretoken import LLM
@@ -56,13 +56,6 @@ def preemptions(server: LiveServer) -> float:
     return getattr(values["vllm:num_preemptions"], "value", 0)
 
 
-def wait_for(is_there: Callable[[], bool]) -> None:
-    end = time.monotonic() + 60
-    while not is_there():
-        assert time.monotonic() < end, "it does not come"
-        time.sleep(0.005)
-
-
 def long_requests() -> list[dict[str, Any]]:
     """As many as there are slots, greedy and sampled with a seed."""
     prompts = [f"class Queue{i}:\n    def push(self, item):\n" for i in range(SLOTS)]
@@ -81,7 +74,7 @@ def test_a_client_with_all_slots_lets_another_in(by: str, request: pytest.Fixtur
     expected, before = texts(server.post("/v1/completions", SHORT, headers=one)), preemptions(server)
     with ThreadPoolExecutor(SLOTS) as pool:
         sent = [pool.submit(server.post, "/v1/completions", each, headers=many) for each in long_requests()]
-        wait_for(lambda: server.engine.num_running >= SLOTS)
+        wait_until(lambda: server.engine.num_running >= SLOTS)
         assert texts(server.post("/v1/completions", SHORT, headers=one)) == expected
         assert not any(each.done() for each in sent), "it waited for the requests of another client"
         assert [texts(each.result()) for each in sent] == alone, "texts of preempted requests are others"
@@ -104,7 +97,7 @@ def test_a_list_of_prompts_lets_others_in(num_prompts: int, who: int, server: Li
 
     with ThreadPoolExecutor(1) as pool:
         reading = pool.submit(read)
-        wait_for(lambda: server.engine.num_running >= SLOTS)
+        wait_until(lambda: server.engine.num_running >= SLOTS)
         for _ in range(3):
             assert len(texts(server.post("/v1/completions", SHORT, headers=other))) == 1
             assert not has_ended.is_set(), "it waited for a prompt of the list"
@@ -117,7 +110,7 @@ def test_a_full_queue_of_one_client_refuses_no_other(llm: LLM) -> None:
     with live_server(llm, max_waiting_requests=2) as server, ThreadPoolExecutor(SLOTS + 2) as pool:
         body = {**long_requests()[0], "max_tokens": 200}
         sent = [pool.submit(server.post, "/v1/completions", body, headers=many) for _ in range(SLOTS + 2)]
-        wait_for(lambda: (server.engine.num_running, server.engine.num_waiting) == (SLOTS, 2))
+        wait_until(lambda: (server.engine.num_running, server.engine.num_waiting) == (SLOTS, 2))
         refused = server.post("/v1/completions", SHORT, headers=many)
         assert (refused.status_code, refused.json()["error"]["code"]) == (429, "queue_full")
         assert len(texts(server.post("/v1/completions", SHORT, headers=one))) == 1

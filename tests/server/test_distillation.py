@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import logging
 import threading
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -16,7 +15,7 @@ import pytest
 import torch
 from cli.command_line import run
 from safetensors.torch import load_file, save_file
-from served_app import served
+from served_app import served, wait_until
 from server.live_server import LiveServer
 
 from foretoken import LLM, AsyncLLM
@@ -40,10 +39,9 @@ class Learning(LiveServer):
     directory: Path
     published = 0
 
-    def complete(self, **body: Any) -> str:
+    def complete(self, **fields: Any) -> str:
         """The text of a short completion."""
-        asked = {"prompt": "def main(argv):\n", "max_tokens": 12, "temperature": 0.0, **body}
-        return str(self.post("/v1/completions", asked).json()["choices"][0]["text"])
+        return super().complete(**{"prompt": "def main(argv):\n", "max_tokens": 12, "temperature": 0.0, **fields})
 
     def figures(self) -> dict[str, float]:
         """The figures of the distillation by their short names."""
@@ -81,14 +79,6 @@ def learning(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Learning]:
             if thread.name == "foretoken-distill-read":
                 thread.join()
         yield server
-
-
-def wait_until(is_there: Callable[[], bool]) -> None:
-    """Returns once something is there; fails after a minute."""
-    end = time.monotonic() + 60
-    while not is_there():
-        assert time.monotonic() < end
-        time.sleep(0.01)
 
 
 def publish(directory: Path, number: int, change: Callable[[dict[str, torch.Tensor]], None]) -> Path:
@@ -148,7 +138,7 @@ def test_texts_stay_while_weights_are_swapped(
         for seed, prompt in enumerate(prompts)
         for temperature in (0.0, 0.8)
     ]
-    want = [plain.post("/v1/completions", body).json()["choices"][0]["text"] for body in bodies]
+    want = [plain.complete(**body) for body in bodies]
     with ThreadPoolExecutor(4) as pool:
         drafted_during = []
         for seed in range(num_swaps):
@@ -168,9 +158,7 @@ def test_drafts_come_from_the_swapped_weights(learning: Learning) -> None:
     """The published model never drafts what the target writes, so nothing is accepted any more."""
 
     def accepted() -> float:
-        page = learning.get("/metrics").text
-        lines = [line for line in page.splitlines() if line.startswith("foretoken:spec_decode_num_accepted_tokens_to")]
-        return float(lines[0].split()[-1])
+        return learning.figure("foretoken:spec_decode_num_accepted_tokens_total")
 
     def change(weights: dict[str, torch.Tensor]) -> None:
         weights["model.norm.weight"].neg_()

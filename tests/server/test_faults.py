@@ -5,11 +5,11 @@ from __future__ import annotations
 import ast
 import re
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+from served_app import wait_until
 from server.live_server import live_server
 
 from foretoken import LLM
@@ -53,7 +53,7 @@ def test_health_tells_of_an_iteration_that_hangs(monkeypatch: pytest.MonkeyPatch
     llm = LLM("models/tinycode", max_num_seqs=1)
     with live_server(llm) as server:
         body = {"prompt": "def main(argv):\n    def main(", "max_tokens": 8, "temperature": 0.0}
-        want = server.post("/v1/completions", body).json()["choices"][0]["text"]
+        want = server.complete(**body)
         run = llm.target.run
 
         def hang(work: Any) -> Any:
@@ -63,15 +63,11 @@ def test_health_tells_of_an_iteration_that_hangs(monkeypatch: pytest.MonkeyPatch
 
         monkeypatch.setattr(llm.target, "run", hang)
         answers: list[str] = []
-        asking = threading.Thread(
-            target=lambda: answers.append(server.post("/v1/completions", body).json()["choices"][0]["text"])
-        )
+        asking = threading.Thread(target=lambda: answers.append(server.complete(**body)))
         asking.start()
         assert hangs.wait(60)
         assert server.get("/health").status_code in (200, 503)
-        end = time.monotonic() + 60
-        while server.get("/health").status_code == 200:
-            assert time.monotonic() < end
+        wait_until(lambda: server.get("/health").status_code == 503)
         assert "has not ended for" in server.get("/health/live").json()["error"]["message"]
         may_go_on.set()
         asking.join(60)

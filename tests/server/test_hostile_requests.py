@@ -6,13 +6,13 @@ import gzip
 import http.client
 import json
 import socket
-import time
 import tracemalloc
 from collections.abc import Iterator
 from typing import Any
 
 import httpx
 import pytest
+from served_app import connect, wait_until
 from server.live_server import TEMPLATE, LiveServer, live_server
 
 from foretoken import LLM
@@ -30,9 +30,7 @@ NESTED = {"a": json.loads("[" * 70 + "]" * 70)}
 def _serves_on(speculative: LiveServer) -> Iterator[None]:
     """After each of these requests others get what they got before, and no slot is lost."""
     yield
-    answer = speculative.post("/v1/completions", COMPLETION)
-    assert answer.status_code == 200
-    assert answer.json()["choices"][0]["text"] == "\n        self._"
+    assert speculative.complete(**COMPLETION) == "\n        self._"
     speculative.wait_until_idle()
 
 
@@ -256,8 +254,7 @@ def test_names_of_other_servers_that_ask_for_nothing_are_accepted(speculative: L
         "guided_json": None, "guided_choice": None, "grammar": "", "json_schema": {}, "n_predict": -1, "mirostat": 0,
         "typical_p": 1.0, "repeat_penalty": 1.0, "do_sample": True, "watermark": False, "lora_path": None,
     }  # fmt: skip
-    answers = [speculative.post("/v1/completions", {**COMPLETION, **more}) for more in ({}, nothing)]
-    assert [answer.json()["choices"][0]["text"] for answer in answers] == ["\n        self._"] * 2
+    assert [speculative.complete(**COMPLETION, **more) for more in ({}, nothing)] == ["\n        self._"] * 2
 
 
 def test_a_schema_beside_the_type_is_kept(speculative: LiveServer) -> None:
@@ -442,26 +439,23 @@ def test_who_sends_all_before_reading_sees_why_it_was_refused(header: dict[str, 
 def test_requests_say_once_which_host_they_are_for(
     version: str, hosts: int, status: int, speculative: LiveServer
 ) -> None:
-    host, port = speculative.url.removeprefix("http://").split(":")
-    with socket.create_connection((host, int(port)), timeout=60) as connection:
+    with connect(speculative.url) as connection:
         headers = "".join(f"Host: {number}\r\n" for number in range(hosts))
         connection.sendall(f"GET /version HTTP/{version}\r\n{headers}\r\n".encode())
         assert b" %d " % status in connection.recv(1000).partition(b"\r\n")[0]
 
 
 def test_a_client_that_leaves_within_its_body(speculative: LiveServer) -> None:
-    host, port = speculative.url.removeprefix("http://").split(":")
-    with socket.create_connection((host, int(port))) as connection:
+    with connect(speculative.url) as connection:
         connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 1000\r\n\r\n{")
-    with socket.create_connection((host, int(port))) as connection:
+    with connect(speculative.url) as connection:
         connection.sendall(b"\x16\x03\x01 no HTTP at all\r\n\r\n")
         assert connection.recv(100).startswith(b"HTTP/1.1 400")
 
 
 def test_a_body_that_does_not_come(speculative: LiveServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("foretoken.server.guards._BODY_SECONDS", 0.1)
-    host, port = speculative.url.removeprefix("http://").split(":")
-    with socket.create_connection((host, int(port)), timeout=60) as connection:
+    with connect(speculative.url) as connection:
         connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 1000\r\n\r\n{")
         assert connection.recv(1000).startswith(b"HTTP/1.1 408 ")
 
@@ -475,17 +469,10 @@ def test_a_reader_that_takes_nothing_ends_its_request(speculative: LiveServer, m
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         connection.connect((host, int(port)))
         connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
-        before = _aborted(speculative)
-        while not speculative.engine.num_running:
-            time.sleep(0.001)
+        before = speculative.figure("foretoken:", 'finished_reason="abort"')
+        wait_until(lambda: speculative.engine.num_running)
         speculative.wait_until_idle()
-        assert _aborted(speculative) > before
-
-
-def _aborted(server: LiveServer) -> float:
-    """Sequences that were ended from outside."""
-    lines = [line for line in server.get("/metrics").text.splitlines() if 'finished_reason="abort"' in line]
-    return sum(float(line.rpartition(" ")[2]) for line in lines)
+        assert speculative.figure("foretoken:", 'finished_reason="abort"') > before
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 
 import httpx
 import pytest
-from served_app import served
+from served_app import connect, served
 
 from foretoken.server import http_server
 
@@ -53,12 +53,6 @@ def url(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 
     with answering(slow_app) as address:
         yield address
-
-
-def connect(url: str) -> socket.socket:
-    """A connection of our own."""
-    parts = urlsplit(url)
-    return socket.create_connection((parts.hostname, parts.port), timeout=60)
 
 
 @pytest.mark.parametrize("begin", [b"", b"GET / HTTP/1.1\r\n", _REQUEST[:-2]])

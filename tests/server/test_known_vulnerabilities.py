@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 from drafters.adversarial import BEHAVIOURS
+from served_app import connect
 from server.live_server import LiveServer, live_server
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
@@ -27,21 +28,14 @@ ASK = {"prompt": CODE, "max_tokens": 16, "temperature": 0.0}
 TALK = [{"role": "user", "content": "A queue."}]
 
 
-def text_of(server: LiveServer, **more: Any) -> str:
-    """What a request is answered with."""
-    answer = server.post("/v1/completions", {**ASK, **more})
-    assert answer.status_code == 200, answer.text
-    return str(answer.json()["choices"][0]["text"])
-
-
 @contextmanager
 def others_served(server: LiveServer) -> Iterator[None]:
     """Another client's requests get the same answer before, during and after what is done in the block."""
-    expected, answers, is_over = text_of(server), list[str](), threading.Event()
+    expected, answers, is_over = server.complete(**ASK), list[str](), threading.Event()
 
     def ask() -> None:
         while not is_over.is_set():
-            answers.append(text_of(server))
+            answers.append(server.complete(**ASK))
 
     with ThreadPoolExecutor(1) as pool:
         asking = pool.submit(ask)
@@ -51,7 +45,7 @@ def others_served(server: LiveServer) -> Iterator[None]:
             is_over.set()
             asking.result()
     assert answers
-    assert {*answers, text_of(server)} == {expected}
+    assert {*answers, server.complete(**ASK)} == {expected}
     server.wait_until_idle()
 
 
@@ -68,7 +62,7 @@ def test_cve_2026_44223_a_drafter_that_returns_rubbish_beside_penalties(behaviou
     penalties = {"presence_penalty": 0.5, "frequency_penalty": 0.5, "repetition_penalty": 1.2}
     with live_server(llm) as server:
         for more in ({}, penalties, {**penalties, "temperature": 0.8, "seed": 3}):
-            assert text_of(server, **more) == text_of(plain, **more)
+            assert server.complete(**{**ASK, **more}) == plain.complete(**{**ASK, **more})
         assert server.get("/health").status_code == 200
 
 
@@ -116,7 +110,7 @@ def test_cve_2026_105922_penalties_at_their_limits(
     fields: dict[str, Any], speculative: LiveServer, plain: LiveServer
 ) -> None:
     with others_served(speculative):
-        assert text_of(speculative, **fields) == text_of(plain, **fields)
+        assert speculative.complete(**{**ASK, **fields}) == plain.complete(**{**ASK, **fields})
 
 
 def test_cve_2025_62727_ranges(speculative: LiveServer) -> None:
@@ -127,8 +121,7 @@ def test_cve_2025_62727_ranges(speculative: LiveServer) -> None:
 
 def test_cve_2025_48956_a_header_of_megabytes(speculative: LiveServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_server, "_HEADER_SECONDS", 300.0)  # else a slow machine meets that limit first
-    host, port = speculative.url.removeprefix("http://").split(":")
-    with others_served(speculative), socket.create_connection((host, int(port)), timeout=30) as connection:
+    with others_served(speculative), connect(speculative.url) as connection:
         connection.sendall(b"GET /health HTTP/1.1\r\nHost: a\r\nX: ")
         try:
             for _ in range(64):

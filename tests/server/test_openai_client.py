@@ -253,10 +253,10 @@ def test_leaving_a_stream_ends_the_request(speculative: LiveServer) -> None:
     next(iter(stream))
     stream.close()
     speculative.wait_until_idle()
-    written = _figure(speculative, "foretoken:generation_tokens_total")
+    written = speculative.figure("foretoken:generation_tokens_total")
     assert "foretoken:client_disconnects_total" in speculative.get("/metrics").text
-    assert _figure(speculative, "foretoken:client_disconnects_total") >= 1
-    assert _figure(speculative, "foretoken:generation_tokens_total") == written
+    assert speculative.figure("foretoken:client_disconnects_total") >= 1
+    assert speculative.figure("foretoken:generation_tokens_total") == written
 
 
 def test_cancelling_a_whole_answer_ends_the_request(speculative: LiveServer) -> None:
@@ -273,13 +273,7 @@ def test_cancelling_a_whole_answer_ends_the_request(speculative: LiveServer) -> 
             await task
         await client.close()
 
-    before = _figure(speculative, "foretoken:client_disconnects_total")
+    before = speculative.figure("foretoken:client_disconnects_total")
     asyncio.run(run())
     speculative.wait_until_idle()
-    assert _figure(speculative, "foretoken:client_disconnects_total") == before + 1
-
-
-def _figure(server: LiveServer, name: str) -> float:
-    """A figure of /metrics."""
-    lines = [line for line in server.get("/metrics").text.splitlines() if line.startswith(name)]
-    return sum(float(line.rpartition(" ")[2]) for line in lines)
+    assert speculative.figure("foretoken:client_disconnects_total") == before + 1

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import socket
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -15,6 +14,7 @@ import pytest
 
 pytest.importorskip("ray", reason="needs the extra [ray]")
 
+from served_app import wait_until
 from server.live_server import TEMPLATE, LiveServer
 from server.ray_cluster import kill_one, ray_cluster, workers
 from server.test_openai_client import MIXED, choices_of, create, streamed
@@ -23,6 +23,7 @@ from foretoken.server.ray_deployment import RayArguments, app
 
 REPLICA = "ray::ServeReplica:default:replica"
 KEY = "the-key-of-this-test"
+FIELDS: dict[str, Any] = {"max_tokens": 160, "temperature": 0.8, "seed": 7}
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]  # Ray's own
 
 
@@ -107,27 +108,20 @@ def test_leaving_a_stream_ends_the_request(client: openai.OpenAI, url: str) -> N
     stream = create(client, "greedy", max_tokens=900, stream=True)
     next(iter(stream))
     stream.close()
-    end = time.monotonic() + 60
-    while sum(figures(url, "foretoken:client_disconnects_total").values()) < 1 or any(
-        figures(url, "foretoken:num_requests_running").values()
-    ):
-        assert time.monotonic() < end, "the replica was not told"
-        time.sleep(0.05)
+    wait_until(lambda: sum(figures(url, "foretoken:client_disconnects_total").values()))
+    wait_until(lambda: not any(figures(url, "foretoken:num_requests_running").values()))
 
 
 def test_a_killed_replica_costs_a_retry_and_no_wrong_text(client: openai.OpenAI, plain: LiveServer) -> None:
     prompts = [f"def function_{number}(self):" for number in range(24)]
 
     def text(client: openai.OpenAI, prompt: str) -> str:
-        fields: dict[str, Any] = {"prompt": prompt, "max_tokens": 160, "temperature": 0.8, "seed": 7}
-        return str(client.completions.create(model="tinycode", **fields).choices[0].text)
+        return str(client.completions.create(model="tinycode", prompt=prompt, **FIELDS).choices[0].text)
 
     def stream(prompt: str) -> tuple[str, bool]:
         written = ""
         try:
-            for chunk in client.completions.create(
-                model="tinycode", prompt=prompt, max_tokens=160, temperature=0.8, seed=7, stream=True
-            ):
+            for chunk in client.completions.create(model="tinycode", prompt=prompt, stream=True, **FIELDS):
                 written += chunk.choices[0].text
         except openai.APIError:
             return written, False
@@ -139,8 +133,7 @@ def test_a_killed_replica_costs_a_retry_and_no_wrong_text(client: openai.OpenAI,
     with ThreadPoolExecutor(32) as pool:
         whole = [pool.submit(text, client, prompt) for prompt in prompts]
         parts = [pool.submit(stream, prompt) for prompt in prompts[:8]]
-        while sum(future.done() for future in whole) < 2:
-            time.sleep(0.01)
+        wait_until(lambda: sum(future.done() for future in whole) >= 2)
         assert not all(future.done() for future in whole)
         kill_one(REPLICA)
     assert [future.result() for future in whole] == expected
