@@ -92,6 +92,7 @@ class ServerConfig:
         api_keys: Requests need one of these keys; empty for an open server.
         allowed_origins: Origins of pages that may read answers, "*" for all; empty for the server's own page alone.
         has_vllm_metrics: Whether /metrics also shows figures under vLLM's names.
+        has_draft_metrics: Whether answers have draft metrics; a request may say otherwise.
         chat_template: The chat template in Jinja; None for the tokenizer's own.
         tool_call_parser: See `tool_format`.
         reasoning_parser: See `thinking_tags`.

@@ -1,4 +1,4 @@
-"""JSON bodies of requests and answers, and errors in the form of OpenAI's API. Imports no web framework."""
+"""JSON bodies of requests and answers, errors in OpenAI's form, and disconnects. Imports no web framework."""
 
 from __future__ import annotations
 
