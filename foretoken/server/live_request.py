@@ -107,14 +107,14 @@ class BodyReader:
     ) -> None:
         """Makes a reader; `template` is None for the tokenizer's own, `advice` ends the error about a missing one."""
         self._llm, self._model, self._template, self._advice, self._formats = llm, model, template, advice, formats
-        self._unknown, self._metrics = UnknownFields(), "summary" if has_draft_metrics else "none"
+        self._unknown, self._draft_metrics = UnknownFields(), "summary" if has_draft_metrics else "none"
         self.has_template = bool(template or getattr(llm.tokenizer, "chat_template", None))
 
     async def shape(self, path: str, body: dict[str, Any]) -> Envelope:
         """Checks a body and returns the shape of its answer; raises `ApiError` or `RequestError` for invalid fields."""
         check_booleans(body)
         if body.get("spec_decode_metrics") is None:
-            body = {**body, "spec_decode_metrics": self._metrics}
+            body = {**body, "spec_decode_metrics": self._draft_metrics}
         is_response = path == GENERATING["responses"]
         log, defaults = self._unknown, self._llm.sampling_defaults
         if path == GENERATING["completions"]:
