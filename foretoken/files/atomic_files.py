@@ -132,7 +132,7 @@ def new_directory(
 
 
 def check_writable(path: Path, error: type[ForetokenError], advice: str) -> None:
-    """Raises `error`, as `told_as` does, if no file or directory can be made at a path; before long work."""
+    """Raises `error`, as `told_as` does, unless a file or directory can be made at a path. For use before long work."""
     with told_as(error, f"'{path}'", advice):
         resolved = _resolved(path)
         trial = _beside(resolved, _existing_parent(resolved))

@@ -283,7 +283,7 @@ def _as_line(answer: _Object) -> bytes:
 
 
 def _bound_memory(most_bytes: int) -> None:
-    """Bounds the memory of this process to what it has now and `most_bytes`; where the system knows such a bound."""
+    """Bounds the memory of this process to `most_bytes` more than now, if the system can."""
     with suppress(ImportError, OSError, ValueError):
         import resource
 

@@ -398,7 +398,7 @@ def _cluster(workers: RayWorkers) -> Iterator[Any]:
         import ray.exceptions
     except ImportError as err:
         raise ConfigError("Ray is not installed. Run in foretoken's repository: pip install '.[ray]'.") from err
-    if ray.is_initialized():  # the caller connected, and disconnects
+    if ray.is_initialized():  # the caller's connection, which the caller closes
         yield ray
         return
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}

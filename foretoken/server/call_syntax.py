@@ -71,9 +71,9 @@ class BracketReader:
     """Reads a call by its brackets and strings, so that no text in a string ends the call."""
 
     def __init__(self, syntax: Brackets, close: str, opens: Sequence[str] = ()) -> None:
-        """`close` ends the call, or its last bracket if `close` is empty; so does one of `opens`, which begins another.
+        """Reads a call that ends with `close`, or with its last bracket if `close` is empty.
 
-        Without its closing marker a call must be the end of the text.
+        One of `opens` also ends the call, and begins another. At the end of the text `close` may be missing.
         """
         self._syntax, self._close, self._opens = syntax, close, opens
         self._step: Callable[[], ReadCalls | None] = self._read_head

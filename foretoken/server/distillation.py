@@ -218,7 +218,7 @@ class OnlineDistillation:
         self._swaps_in(newest)
 
     def _swaps_in(self, path: Path) -> bool:
-        """Whether a published draft model drafts from now on; otherwise warns."""
+        """Lets a published draft model draft from now on; returns False, after a warning, if it does not fit."""
         try:
             weights = read_weights(path, self._drafter.model)
             with self._engine.llm.shared.turn():

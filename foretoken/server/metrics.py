@@ -96,7 +96,7 @@ class ServerMetrics:
         return [self._histogram(prefix + name, text, buckets) for prefix in self._prefixes]
 
     def saw_tokens(self, count: int, seconds: float, *, is_first: bool) -> None:
-        """Counts tokens of a stream that came together; seconds: since the request or the tokens before."""
+        """Counts the tokens of a chunk; `seconds`: since the request or the chunk before."""
         times = 1 if is_first else count
         for histogram in self._to_first if is_first else self._between:
             for _ in range(times):

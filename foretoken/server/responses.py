@@ -189,7 +189,7 @@ def _has_logprobs(given: Mapping[str, Any]) -> bool:
     return _LOGPROBS in include
 
 
-# For each type of item: the prefix of its id, and the name of its text in events.
+# For each type of item: the prefix of its id, and what events call its text.
 _TYPES = {
     "reasoning": ("rs", "reasoning_text"), "message": ("msg", "output_text"),
     "function_call": ("fc", "function_call_arguments"),

@@ -1,4 +1,4 @@
-"""A tokenizer with checks, and text as tokens come: no character is ever taken back."""
+"""Converts text to token ids and back, with checks, and decodes tokens as they come: text that was shown stays."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ class PromptRow:
     """One row of a prompt set.
 
     Attributes:
-        where: Its place, for messages: "questions.jsonl:12".
+        where: File and line, for messages: "questions.jsonl:12".
         raw: Text to continue as it stands; "" for a conversation.
         messages: The turns of a conversation, each with `role` and `content`, recorded answers included.
         later_turns: The user's further turns, which follow the model's own answers.
