@@ -25,10 +25,13 @@ WEATHER = {
     "$defs": {"Days": {"type": "integer", "minimum": 0, "maximum": 9}},
 }  # fmt: skip
 TIME = {"type": "object", "properties": {}, "additionalProperties": False}
-TOOLS = [
-    {"type": "function", "function": {"name": "get_weather", "description": "Of a city.", "parameters": WEATHER}},
-    {"type": "function", "function": {"name": "get_time", "parameters": TIME}},
-]
+
+
+def function(name: Any, **more: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, **more}}
+
+
+TOOLS = [function("get_weather", description="Of a city.", parameters=WEATHER), function("get_time", parameters=TIME)]
 ASKED = [{"role": "user", "content": "Is it raining in Paris?"}]
 GIVEN = {"city": "Paris", "days": 2}
 CALL = json.dumps({"name": "get_weather", "arguments": GIVEN})
@@ -113,15 +116,8 @@ def written(
 
 
 def ask(server: LiveServer, messages: Any = ASKED, **more: Any) -> Any:
-    return server.client().chat.completions.create(
-        **{
-            "model": server.client().models.list().data[0].id,
-            "messages": messages,
-            "tools": TOOLS,
-            "temperature": 0,
-            **more,
-        }
-    )
+    fields = {"model": server.client().models.list().data[0].id, "tools": TOOLS, "temperature": 0, **more}
+    return server.client().chat.completions.create(messages=messages, **fields)
 
 
 def put_together(stream: Any) -> dict[int, dict[str, Any]]:
@@ -155,6 +151,13 @@ def same_of(choice: Any) -> dict[str, Any]:
 
 def without_ids(told: dict[str, Any]) -> dict[str, Any]:
     return {**told, "calls": [{key: value for key, value in call.items() if key != "id"} for call in told["calls"]]}
+
+
+def choice_of(server: LiveServer, messages: Any = ASKED, **more: Any) -> Any:
+    """The choice of a whole answer; a stream tells the same."""
+    choice = ask(server, messages, **more).choices[0]
+    assert without_ids(put_together(ask(server, messages, stream=True, **more))[0]) == without_ids(same_of(choice))
+    return choice
 
 
 def test_calls_are_parsed_whole_and_streamed(written: tuple[str, LiveServer]) -> None:
@@ -203,25 +206,19 @@ def test_choices_of_calls(written: tuple[str, LiveServer]) -> None:
 
 def test_malformed_calls_are_content(written: tuple[str, LiveServer]) -> None:
     _, server = written
-    messages = [{"role": "user", "content": "broken"}]
-    choice = ask(server, messages).choices[0]
+    choice = choice_of(server, said("broken"))
     assert choice.finish_reason == "stop"
     assert "get_weather" in choice.message.content
     assert not choice.message.tool_calls or [c.function.name for c in choice.message.tool_calls] == ["get_time"]
-    assert without_ids(put_together(ask(server, messages, stream=True))[0]) == without_ids(same_of(choice))
 
 
 def test_calls_that_are_cut_are_content(written: tuple[str, LiveServer]) -> None:
     _, server = written
     for num in (4, 9, 14):
-        choice = ask(server, max_tokens=num).choices[0]
+        choice = choice_of(server, max_tokens=num)
         assert (choice.finish_reason, choice.message.tool_calls) == ("length", None)
-        assert without_ids(put_together(ask(server, max_tokens=num, stream=True))[0]) == without_ids(same_of(choice))
     within_the_second = ask(server).usage.completion_tokens - 4
-    choice = ask(server, max_tokens=within_the_second).choices[0]
-    assert choice.finish_reason == "length", "also behind a call that is whole"
-    streamed = put_together(ask(server, max_tokens=within_the_second, stream=True))[0]
-    assert without_ids(streamed) == without_ids(same_of(choice))
+    assert choice_of(server, max_tokens=within_the_second).finish_reason == "length", "also behind a call that is whole"
 
 
 @pytest.fixture(scope="module", params=["the model begins thoughts", "the template does"])
@@ -262,7 +259,7 @@ def said(text: str) -> list[dict[str, str]]:
         ("calls", {}, None, "A tool."),
         ("calls", {"tool_choice": "none"}, f"<tool_call>\n{CALL}\n</tool_call>", "A tool."),
         ("list", {"tool_choice": "required"}, None, "A list."),
-        ("form", {"tool_choice": {"type": "function", "function": {"name": "get_weather"}}}, None, "JSON { now."),
+        ("form", {"tool_choice": function("get_weather")}, None, "JSON { now."),
         ("form", {"tools": [], "response_format": {"type": "json_schema", "json_schema": {"schema": WEATHER}}},
          json.dumps(GIVEN), "JSON { now."),
         ("form", {"tools": [], "extra_body": {"structured_outputs": {"regex": r"\{.*\}"}}}, json.dumps(GIVEN),
@@ -272,16 +269,13 @@ def said(text: str) -> list[dict[str, str]]:
 def test_thoughts_come_before_content_calls_and_forms(
     script: str, more: dict[str, Any], content: str | None, thoughts: str, thinking: LiveServer
 ) -> None:
-    answer = ask(thinking, said(script), **more)
-    choice = answer.choices[0]
+    choice = choice_of(thinking, said(script), **more)
     told = choice.message.to_dict()
     assert (told["content"], told["reasoning_content"], told["reasoning"]) == (content, thoughts, thoughts)
     for call in choice.message.tool_calls or []:
         assert (call.function.name, json.loads(call.function.arguments)) == ("get_weather", GIVEN)
     assert bool(choice.message.tool_calls) is (content is None)
-    assert without_ids(put_together(ask(thinking, said(script), stream=True, **more))[0]) == without_ids(
-        same_of(choice)
-    )
+    answer = ask(thinking, said(script), **more)
     tokens = ask(thinking, said(script), extra_body={"return_token_ids": True}, tools=more.get("tools", TOOLS))
     ids, text = tokens.choices[0].to_dict()["token_ids"], thinking.engine.llm.decode
     count = answer.usage.completion_tokens_details.reasoning_tokens
@@ -450,7 +444,7 @@ def forced(server: LiveServer, choice: Any, **more: Any) -> Any:
     return ask(server, tool_choice=choice, **{"max_tokens": 500, "temperature": 1.0, "seed": 5, **more})
 
 
-NAMED = {"type": "function", "function": {"name": "get_weather"}}
+NAMED = function("get_weather")
 
 
 # With seed 2 the model goes on calling until its tokens run out.
@@ -493,9 +487,6 @@ def test_arguments_of_a_named_call_that_is_cut_are_still_its_arguments(plain: Li
     assert choice.message.tool_calls[0].function.arguments.startswith("{")
 
 
-FUNCTION = TOOLS[0]["function"]
-
-
 @pytest.mark.parametrize(
     ("fields", "param", "part"),
     [
@@ -505,27 +496,25 @@ FUNCTION = TOOLS[0]["function"]
         ({"tools": [{"name": "f"}]}, "tools", "Expected {'type': 'function'"),
         ({"tools": [{"type": "mcp"}], "tool_choice": "required"}, "tool_choice", "no function, only mcp. Pass"),
         ({"tool_choice": {"type": "web_search"}}, "tool_choice", "Expected 'none', 'auto'"),
-        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools", "the name 'a b'. Expected 1 to 64"),
-        ({"tools": [{"type": "function", "function": {"name": "a" * 65}}]}, "tools", "Expected 1 to 64"),
-        ({"tools": [{"type": "function", "function": {"name": "a\n"}}]}, "tools", "Expected 1 to 64"),
-        ({"tools": [{"type": "function", "function": {"name": None}}]}, "tools", "Expected 1 to 64"),
-        ({"tools": [{"type": "function", "function": {"name": "a", "parameters": []}}]}, "tools", "parameters []"),
+        ({"tools": [function("a b")]}, "tools", "the name 'a b'. Expected 1 to 64"),
+        ({"tools": [function("a" * 65)]}, "tools", "Expected 1 to 64"),
+        ({"tools": [function("a\n")]}, "tools", "Expected 1 to 64"),
+        ({"tools": [function(None)]}, "tools", "Expected 1 to 64"),
+        ({"tools": [function("a", parameters=[])]}, "tools", "parameters []"),
         ({"tools": TOOLS[:1] * 2}, "tools", "two tools have the same name"),
-        ({"tools": [{"type": "function", "function": {"name": f"a{i}"}} for i in range(129)]}, "tools", "at most 128"),
-        ({"tools": [{"type": "function", "function": {"name": "a", "description": "x" * 600_000}}]}, "tools",
-         "tools have more than 524288 characters"),
+        ({"tools": [function(f"a{i}") for i in range(129)]}, "tools", "at most 128"),
+        ({"tools": [function("a", description="x" * 600_000)]}, "tools", "tools have more than 524288 characters"),
         ({"tool_choice": "any"}, "tool_choice", "tool_choice is 'any'. Expected 'none', 'auto', 'required', or"),
         ({"tool_choice": {"type": "function"}}, "tool_choice", "Expected 'none', 'auto'"),
         ({"tool_choice": ["auto"]}, "tool_choice", "Expected 'none', 'auto'"),
-        ({"tool_choice": {"type": "function", "function": {"name": "get_rain"}}}, "tool_choice",
+        ({"tool_choice": function("get_rain")}, "tool_choice",
          "names the unknown tool 'get_rain'. Expected one of get_weather, get_time."),
         ({"tools": [], "tool_choice": "required"}, "tool_choice", "without tools. Pass tools."),
         ({"parallel_tool_calls": 1}, "parallel_tool_calls", "Expected True or False."),
         ({"tool_choice": "required", "structured_outputs": {"regex": "a"}}, None, "exclude each other"),
-        ({"tool_choice": "required", "tools": [{"type": "function", "function": {"name": "a", "parameters":
-          {"properties": {"b": {"type": "text"}}}}}]}, "tools",
-         "the schema of the tool a at properties.b.type does not compile: Invalid type: text. Leave"),
-        ({"functions": [FUNCTION]}, "functions", "Pass tools."),
+        ({"tool_choice": "required", "tools": [function("a", parameters={"properties": {"b": {"type": "text"}}})]},
+         "tools", "the schema of the tool a at properties.b.type does not compile: Invalid type: text. Leave"),
+        ({"functions": [TOOLS[0]["function"]]}, "functions", "Pass tools."),
         ({"messages": [{"role": "assistant", "tool_calls": [5]}]}, None, "the tool_calls of a message are [5]."),
         ({"messages": [{"role": "assistant", "tool_calls": "x"}]}, None, "the tool_calls of a message are 'x'."),
     ],
@@ -553,11 +542,11 @@ def test_a_schema_that_is_not_followed_is_named_as_the_client_sent_it(key: str, 
         "type": "object",
         "properties": {"tags": {"anyOf": [REFUSED_KEYS[key]]}, "uniqueItems": {"enum": ["not"]}},
     }
-    tool = {"type": "function", "function": {"name": "find", "parameters": schema}}
+    tool = function("find", parameters=schema)
     body = {"messages": ASKED, "max_tokens": 4}
     form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
     place = f"at properties.tags.anyOf.0.{key} does not compile: "
-    named = {"type": "function", "function": {"name": "find"}}
+    named = function("find")
     for path, fields, param, begin in (
         ("chat/completions", {"tools": [*TOOLS, tool], "tool_choice": "required"}, "tools", "schema of the tool find"),
         ("chat/completions", {"tools": [tool, *TOOLS], "tool_choice": named}, "tools", "schema of the tool find"),
@@ -575,9 +564,10 @@ def test_a_schema_that_is_not_followed_is_named_as_the_client_sent_it(key: str, 
 
 def test_tools_with_the_same_id_have_their_own_references(plain: LiveServer) -> None:
     tools = [
-        {"type": "function", "function": {"name": name, "parameters": {
+        function(name, parameters={
             "$id": "https://example.com/a.json", "type": "object", "properties": {"a": {"$ref": f"#/$defs/{name}"}},
-            "required": ["a"], "additionalProperties": False, "$defs": {name: {"const": name}}}}}
+            "required": ["a"], "additionalProperties": False, "$defs": {name: {"const": name}},
+        })
         for name in ("f", "g")
     ]  # fmt: skip
     for call in forced(plain, "required", tools=tools).choices[0].message.tool_calls:
@@ -585,8 +575,7 @@ def test_tools_with_the_same_id_have_their_own_references(plain: LiveServer) -> 
 
 
 def test_a_schema_of_a_tool_that_is_too_large(plain: LiveServer) -> None:
-    tool = {"type": "function", "function": {"name": "find", "parameters": {"properties": {
-        "a": {"enum": [str(number) for number in range(3000)]}}}}}  # fmt: skip
+    tool = function("find", parameters={"properties": {"a": {"enum": [str(number) for number in range(3000)]}}})
     body = {"messages": ASKED, "tools": [*TOOLS, tool], "tool_choice": "required"}
     error = plain.post("/v1/chat/completions", body).json()["error"]
     assert error["param"] == "tools"
@@ -612,8 +601,8 @@ OWN_REFERENCES: list[dict[str, Any]] = [
 def test_schemas_that_refer_to_themselves_or_hold_data(at: int, plain: LiveServer) -> None:
     inner = OWN_REFERENCES[at]
     schema = {"type": "object", "additionalProperties": False, **inner, "required": list(inner["properties"])}
-    tools = [{"type": "function", "function": {"name": name, "parameters": schema}} for name in ("f", "g")]
-    for choice in ("required", {"type": "function", "function": {"name": "g"}}):
+    tools = [function(name, parameters=schema) for name in ("f", "g")]
+    for choice in ("required", function("g")):
         calls = forced(plain, choice, tools=tools if choice != "required" else [*tools[:1], *TOOLS[1:]],
                        parallel_tool_calls=False).choices[0].message.tool_calls  # fmt: skip
         given = json.loads(calls[0].function.arguments)
