@@ -9,7 +9,7 @@ from __future__ import annotations
 import ast
 import json
 import re
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from foretoken.core.checks import lone_surrogate
 
@@ -35,16 +35,6 @@ class ReadCalls(NamedTuple):
 
     end: int
     calls: Sequence[Call] = ()
-
-
-class CallReader(Protocol):
-    """Reads one call, or several in one pair of markers."""
-
-    def feed(self, piece: str) -> ReadCalls | None:
-        """Reads the next piece; returns None if more text decides. Must not be called after a result."""
-
-    def finish(self) -> ReadCalls:
-        """Ends the text and returns the result."""
 
 
 class Brackets(NamedTuple):
@@ -84,7 +74,7 @@ class BracketReader:
         self._end = 0  # of the last value
 
     def feed(self, piece: str) -> ReadCalls | None:
-        """Reads the next piece."""
+        """Reads the next piece; returns None if more text decides. Must not be called after a result."""
         self._text += piece
         found, before = self._step(), None
         while found is None and before != (state := (self._step, self._num_read)):
@@ -92,7 +82,7 @@ class BracketReader:
         return found
 
     def finish(self) -> ReadCalls:
-        """Returns the calls if the last value is complete."""
+        """Ends the text; returns the calls if the last value is complete."""
         rest = self._text.strip().removeprefix(self._syntax.fence).lstrip()
         is_complete = self._step == self._read_tail and self._close.startswith(rest)
         return ReadCalls(self._num_read + len(self._text), self._calls) if is_complete else ReadCalls(0)

@@ -8,7 +8,16 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from foretoken.server.tools import FORCED, Tags, ToolFormat, ToolUse, thinking_tags, tool_format
+from foretoken.server.tools import (
+    FORCED,
+    NO_CALLS,
+    NO_TAGS,
+    Tags,
+    ToolFormat,
+    ToolUse,
+    thinking_tags,
+    tool_format,
+)
 from foretoken.server.xml_calls import KnownTools
 
 if TYPE_CHECKING:
@@ -148,6 +157,7 @@ class MessageReader:
 
     def __init__(self, form: MessageForm) -> None:
         self._form, self._rest, self._mark = form, "", ""
+        self._calls, self._tags = form.calls or NO_CALLS, form.tags or NO_TAGS
         self._unread: deque[str] = deque()
         self._num_reread = 0
         self._tools = KnownTools(form.schemas)
@@ -156,8 +166,7 @@ class MessageReader:
         self._stray = ""  # a closing marker that may be doubled
         self.num_calls = 0
         self._step = self._find_thoughts if form.tags is not None else self._after_thoughts()
-        self._markers = () if form.calls is None else form.calls.markers
-        self._marker = re.compile("|".join(map(re.escape, self._markers)) or "(?!)")
+        self._marker = re.compile("|".join(map(re.escape, self._calls.markers)) or "(?!)")
 
     def push(self, text: str) -> MessageParts:
         """Reads the next piece of text and returns the parts it adds."""
@@ -194,8 +203,7 @@ class MessageReader:
         return self._read_edge if self._form.forced is None else self._read_arguments
 
     def _find_thoughts(self, _: MessageParts) -> bool:
-        assert self._form.tags is not None, "there are thoughts"
-        begin, text = self._form.tags.begin, self._rest.lstrip()
+        begin, text = self._tags.begin, self._rest.lstrip()
         is_far = len(self._rest) - len(text) > _MOST_SPACES
         if not is_far and text.startswith(begin):
             self._rest, self._step = text[len(begin) :], self._read_thoughts
@@ -206,10 +214,9 @@ class MessageReader:
         return True
 
     def _read_thoughts(self, parts: MessageParts) -> bool:
-        assert self._form.tags is not None, "there are thoughts"
-        thoughts, end, rest = self._rest.partition(self._form.tags.end)
+        thoughts, end, rest = self._rest.partition(self._tags.end)
         if not end:
-            thoughts, rest = _cut(self._rest, (self._form.tags.end,))
+            thoughts, rest = _cut(self._rest, (self._tags.end,))
         parts.reasoning += self._thoughts.add(thoughts)
         self._rest = rest
         if end:
@@ -218,8 +225,8 @@ class MessageReader:
 
     def _read_edge(self, parts: MessageParts) -> bool:
         """Reads the start of the text, or what follows a call: another call without a marker, or a doubled marker."""
-        form = self._form.calls
-        if form is None or not (form.bare or self._stray):
+        form = self._calls
+        if not (form.bare or self._stray):
             self._step = self._read_content
             return True
         text = self._rest.lstrip(form.between + " \t\r\n")
@@ -238,22 +245,20 @@ class MessageReader:
     def _read_content(self, parts: MessageParts) -> bool:
         found = self._marker.search(self._rest)
         if found is None:
-            text, self._rest = _cut(self._rest, self._markers)
+            text, self._rest = _cut(self._rest, self._calls.markers)
             parts.content += self._content.add(text)
             return False
         parts.content += self._content.add(self._rest[: found.start()])
         self._rest = self._rest[found.end() :]
-        assert self._form.calls is not None, "it has markers"
-        if found[0] in self._form.calls.opens:
+        if found[0] in self._calls.opens:
             self._begin_call(found[0])
-        elif self._form.calls.bare:
+        elif self._calls.bare:
             self._step = self._read_edge
         return True
 
     def _begin_call(self, mark: str) -> None:
-        assert self._form.calls is not None, "there are calls"
         self._mark, self._held, self._step = mark, [], self._read_call
-        self._reader = self._form.calls.reader(mark, self._tools)
+        self._reader = self._calls.reader(mark, self._tools)
 
     def _read_call(self, parts: MessageParts) -> bool:
         piece, self._rest = self._rest, ""
@@ -265,8 +270,7 @@ class MessageReader:
 
     def _end_call(self, parts: MessageParts, found: ReadCalls) -> None:
         """Adds the calls, or the text that turned out to be none; the text behind is read next."""
-        form, text = self._form.calls, "".join(self._held)
-        assert form is not None, "there are calls"
+        form, text = self._calls, "".join(self._held)
         is_certain = bool(self._mark) and self._mark not in form.weak
         calls, end = found.calls, found.end
         if calls and not (is_certain or all(call.name in self._form.schemas for call in calls)):
@@ -296,9 +300,8 @@ class MessageReader:
     def _add_call(self, parts: MessageParts, name: str, arguments: str) -> None:
         if self.num_calls and not self._form.is_parallel:
             return
-        made = (self._form.calls or FORCED).new_id()
-        function = {"name": name, "arguments": arguments}
-        parts.calls.append({"index": self.num_calls, "id": made, "type": "function", "function": function})
+        call = {"id": self._calls.new_id(), "type": "function", "function": {"name": name, "arguments": arguments}}
+        parts.calls.append({"index": self.num_calls, **call})
         self.num_calls += 1
 
 

@@ -21,7 +21,7 @@ from foretoken.server.xml_calls import XmlReader
 
 if TYPE_CHECKING:
     from foretoken.core.errors import FormError
-    from foretoken.server.call_syntax import Brackets, CallReader
+    from foretoken.server.call_syntax import Brackets
     from foretoken.server.xml_calls import KnownTools
 
 _MOST_CHARACTERS = 512 * 1024  # of all tools as JSON; a choice: bounds the prompt and the grammar
@@ -181,8 +181,8 @@ class ToolFormat:
         new_id: Makes the id of a call.
     """
 
-    names: tuple[str, ...]
-    clues: tuple[str, ...]
+    names: tuple[str, ...] = ()
+    clues: tuple[str, ...] = ()
     syntax: Brackets | None = JSON
     opens: Mapping[str, str] = field(default_factory=dict)
     weak: tuple[str, ...] = ()
@@ -196,7 +196,7 @@ class ToolFormat:
         """The markers to look for outside calls."""
         return (*self.opens, *self.silent)
 
-    def reader(self, mark: str, tools: KnownTools) -> CallReader:
+    def reader(self, mark: str, tools: KnownTools) -> BracketReader | XmlReader:
         """Returns the reader of a call behind a marker, or of a call without one if `mark` is empty."""
         if self.syntax is None:
             return XmlReader(tools)
@@ -243,8 +243,10 @@ _FENCED = JSON._replace(
     head=re.compile(r"(?:json)?\s{0,64}(?=[\[{])"), allowed=re.compile(r"[json\s]*")
 )  # Qwen2.5-Coder's block of code
 
-FORCED = ToolFormat(names=(), clues=(), bare="{", between="[],")
+FORCED = ToolFormat(bare="{", between="[],")
 """The list of objects that `ToolUse.forced_form` demands."""
+NO_CALLS, NO_TAGS = ToolFormat(), Tags((), "", "")
+"""Of answers without calls, and without thoughts."""
 
 TOOL_FORMATS = (
     ToolFormat(

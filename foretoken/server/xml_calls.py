@@ -51,7 +51,7 @@ class XmlReader:
         self._begun: re.Match[str] | None = None
 
     def feed(self, piece: str) -> ReadCalls | None:
-        """Reads the next piece."""
+        """Reads the next piece; returns None if more text decides. Must not be called after a result."""
         self._held.append(piece)
         self._length += len(piece)
         if self._begun is None:
