@@ -75,7 +75,7 @@ def test_headers_that_drip_close_the_connection(url: str) -> None:
 
 
 def test_headers_that_are_too_large_close_the_connection() -> None:
-    """Within the time for headers a client could fill the memory."""
+    """CVE-2025-48956: within the time for headers a client could fill the memory."""
     begin = b"GET / HTTP/1.1\r\nHost: here\r\nX: "
     with answering(slow_app) as url, connect(url) as connection:
         connection.sendall(begin + b"a" * ((256 << 10) + 1 - len(begin)))

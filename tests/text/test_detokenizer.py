@@ -187,19 +187,6 @@ def test_stream_is_the_full_decoding(ids: list[int], skip: bool) -> None:
     assert "".join(stream(tokenizer(), [], ids, skip_special_tokens=skip)) == whole
 
 
-@given(parts=st.lists(IDS, max_size=8), skip=st.booleans())
-def test_several_tokens_at_once_give_the_same_text(parts: list[list[int]], skip: bool) -> None:
-    detokenizer = detokenizer_of(tokenizer(), [], skip)
-    certain = ""
-    for part in parts:
-        detokenizer.push_all(part)
-        assert detokenizer.text.startswith(certain), "no character is ever taken back"
-        certain = detokenizer.text
-    detokenizer.flush()
-    ids = [token for part in parts for token in part]
-    assert detokenizer.text == tokenizer().decode(ids, skip_special_tokens=skip, clean_up_tokenization_spaces=False)
-
-
 @given(prompt=st.text("abc th.", min_size=1, max_size=9), ids=IDS)
 def test_stream_goes_on_from_the_prompt(prompt: str, ids: list[int]) -> None:
     """The prompt's last tokens are context only, none of their text comes out."""
