@@ -49,8 +49,8 @@ class GuardedProtocol(_HTTPProtocol):
     """
 
     pipeline: Any = ()  # requests that wait for the answer before them; the protocol for h11 has none
-    _timer: asyncio.TimerHandle | None = None
-    _reader: asyncio.TimerHandle | None = None  # the next check whether the client reads
+    _header_timer: asyncio.TimerHandle | None = None
+    _read_timer: asyncio.TimerHandle | None = None  # the next check whether the client reads
     _has_read = False  # since the last check
     _num_header_bytes = 0  # since the last request
     _num_body_bytes = _num_framing_bytes = 0  # of the present request
@@ -60,13 +60,13 @@ class GuardedProtocol(_HTTPProtocol):
         super().connection_made(transport)
         # With megabytes in the kernel's buffer a client that reads slowly looks like one that reads nothing.
         transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
-        self._watch_reader()
+        self._start_header_timer()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Cancels the timers."""
-        self._stop_watching()
-        if self._reader is not None:
-            self._reader.cancel()
+        self._stop_header_timer()
+        if self._read_timer is not None:
+            self._read_timer.cancel()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -87,10 +87,10 @@ class GuardedProtocol(_HTTPProtocol):
             self._num_body_bytes += len(cycle.body) - before
             self._num_framing_bytes += len(data) - (len(cycle.body) - before)
         if self._is_answering():
-            self._stop_watching()
+            self._stop_header_timer()
             self._num_header_bytes = 0
-        elif self._timer is None:
-            self._watch_reader()
+        elif self._header_timer is None:
+            self._start_header_timer()
         if self._num_header_bytes > MOST_HEADER_BYTES:  # httptools keeps all
             self._refuse(f"The headers are larger than {MOST_HEADER_BYTES >> 10} KiB.")
         elif self._num_framing_bytes > _MOST_FRAMING_BYTES + self._num_body_bytes // _FRAMING_SHARE:
@@ -117,8 +117,8 @@ class GuardedProtocol(_HTTPProtocol):
     def pause_writing(self) -> None:
         """Watches whether the client reads, and drops connections beyond the common bound on unread bytes."""
         super().pause_writing()
-        if self._reader is None:
-            self._look_again()
+        if self._read_timer is None:
+            self._start_read_timer()
         waiting = {each: each.num_unread for each in self.connections if isinstance(each, GuardedProtocol)}
         while sum(waiting.values()) > _MOST_UNREAD_BYTES:
             most = max(waiting, key=waiting.__getitem__)
@@ -138,25 +138,25 @@ class GuardedProtocol(_HTTPProtocol):
     def _is_answering(self) -> bool:
         return self.cycle is not None and not self.cycle.response_complete
 
-    def _watch_reader(self) -> None:
-        self._timer = asyncio.get_running_loop().call_later(_HEADER_SECONDS, self.transport.close)
+    def _start_header_timer(self) -> None:
+        self._header_timer = asyncio.get_running_loop().call_later(_HEADER_SECONDS, self.transport.close)
 
-    def _stop_watching(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
+    def _stop_header_timer(self) -> None:
+        if self._header_timer is not None:
+            self._header_timer.cancel()
+            self._header_timer = None
 
-    def _look_again(self) -> None:
+    def _start_read_timer(self) -> None:
         self._has_read = False
-        self._reader = asyncio.get_running_loop().call_later(_READ_SECONDS, self._check_reader, self.num_unread)
+        self._read_timer = asyncio.get_running_loop().call_later(_READ_SECONDS, self._check_reader, self.num_unread)
 
     def _check_reader(self, before: int) -> None:
         """Drops the connection if the client has read nothing; before: unread bytes at the last check."""
-        self._reader = None
+        self._read_timer = None
         if not self._has_read and self.num_unread >= before:
             self.transport.abort()  # `close` would wait for the client
         elif self.num_unread:
-            self._look_again()
+            self._start_read_timer()
 
     def _probe(self) -> None:
         """Writes bytes without meaning at intervals; a write fails only if the client has closed both directions."""
