@@ -16,7 +16,7 @@ from foretoken.core.checks import shown
 from foretoken.core.errors import ConfigError
 from foretoken.files.processes import run_lock
 from foretoken.models.names import resolve_model
-from foretoken.server.guards import KEY_VARIABLE, api_keys
+from foretoken.server.edge import KEY_VARIABLE, api_keys
 from foretoken.server.tools import TAGS, TOOL_FORMATS, thinking_tags, tool_format
 
 if TYPE_CHECKING:

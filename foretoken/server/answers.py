@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from foretoken.core.records import GenerationMetrics
     from foretoken.core.results import CompletionOutput, Logprob, RequestOutput, StreamChunk
     from foretoken.entrypoints.llm import LLM
-    from foretoken.server.json_body import ApiError
+    from foretoken.server.edge import ApiError
     from foretoken.server.request_fields import ServedRequest
 
 

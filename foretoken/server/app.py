@@ -17,8 +17,7 @@ import foretoken
 from foretoken.core.errors import ForetokenError
 from foretoken.report.page import render_inlined
 from foretoken.server.answers import seconds_since_1970
-from foretoken.server.guards import CLIENT, Guards, check_origins, open_to
-from foretoken.server.json_body import ApiError, api_error, parse_object
+from foretoken.server.edge import CLIENT, ApiError, Guards, api_error, check_origins, open_to, parse_object
 from foretoken.server.live_request import (
     GENERATING,
     BodyReader,
@@ -36,7 +35,7 @@ if TYPE_CHECKING:
 
     from foretoken.entrypoints.async_llm import AsyncLLM
     from foretoken.server.distillation import OnlineDistillation
-    from foretoken.server.json_body import App
+    from foretoken.server.edge import App
 
     _Handler = Callable[[Request], Awaitable[Response]]
 

@@ -9,7 +9,7 @@ from typing import Any
 import uvicorn
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
-from foretoken.server.guards import MOST_HEADER_BYTES
+from foretoken.server.edge import MOST_HEADER_BYTES
 
 _DRAIN_SECONDS = 30  # for running answers after a signal; a choice: supervisors kill after 30 seconds or more
 _KEEP_ALIVE_SECONDS = 30  # a choice: clients use connections again, idle ones hold a descriptor

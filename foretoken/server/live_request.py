@@ -19,7 +19,7 @@ from foretoken.core.errors import ForetokenError, FormError, RequestError, undon
 from foretoken.engine.loop import NO_TOKEN
 from foretoken.engine.sequence import NOT_FOLLOWED
 from foretoken.server.answers import EchoedPrompt, Envelope, running_usage, without_tokens
-from foretoken.server.json_body import ApiError, api_error, dumped, dumped_in_pieces, run_while_connected
+from foretoken.server.edge import ApiError, api_error, dumped, dumped_in_pieces, run_while_connected
 from foretoken.server.request_fields import (
     UnknownFields,
     chat_request,
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from foretoken.core.sampling_params import SamplingParams
     from foretoken.entrypoints.async_llm import AsyncLLM, RequestStream
     from foretoken.entrypoints.llm import LLM
-    from foretoken.server.json_body import Receive, Scope, Send
+    from foretoken.server.edge import Receive, Scope, Send
     from foretoken.server.message_parts import AnswerFormats
     from foretoken.server.metrics import ServerMetrics
     from foretoken.server.request_fields import Conversation, ServedRequest

@@ -22,8 +22,21 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from foretoken.core.errors import ConfigError, ModelError
-from foretoken.server.guards import CLIENT, Guards, api_keys, check_origins, open_to
-from foretoken.server.json_body import ApiError, App, Message, Receive, Scope, Send, run_while_connected, send_json
+from foretoken.server.edge import (
+    CLIENT,
+    ApiError,
+    App,
+    Guards,
+    Message,
+    Receive,
+    Scope,
+    Send,
+    api_keys,
+    check_origins,
+    open_to,
+    run_while_connected,
+    send_json,
+)
 
 _ROUTER = "ray.serve.experimental.consistent_hash_router.ConsistentHashRouter"
 # Any replica with room, if the replica of the prefix has none; more than a cluster has.

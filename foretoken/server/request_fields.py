@@ -17,7 +17,7 @@ from foretoken.core.sampling_params import (
     SamplingParams,
     StructuredOutputsParams,
 )
-from foretoken.server.json_body import ApiError
+from foretoken.server.edge import ApiError
 from foretoken.server.tools import functions_of, tool_use
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from foretoken.core.checks import shown
 from foretoken.server.answers import EchoedPrompt, Envelope, token_entries, usage
-from foretoken.server.json_body import ApiError, dumped
+from foretoken.server.edge import ApiError, dumped
 from foretoken.server.message_parts import MessageParts, MessageReader
 from foretoken.server.request_fields import checked_integer, structured_outputs, supported
 

@@ -16,7 +16,7 @@ from foretoken.core.checks import shown
 from foretoken.core.errors import ConfigError, RequestError, listed, nearest_name_hint
 from foretoken.core.sampling_params import StructuredOutputsParams
 from foretoken.server.call_syntax import JSON, PYTHON, BracketReader
-from foretoken.server.json_body import ApiError
+from foretoken.server.edge import ApiError
 from foretoken.server.xml_calls import XmlReader
 
 if TYPE_CHECKING:

@@ -447,7 +447,7 @@ def test_a_client_that_leaves_within_its_body(speculative: LiveServer) -> None:
 
 
 def test_a_body_that_does_not_come(speculative: LiveServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("foretoken.server.guards._BODY_SECONDS", 0.1)
+    monkeypatch.setattr("foretoken.server.edge._BODY_SECONDS", 0.1)
     with connect(speculative.url) as connection:
         connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 1000\r\n\r\n{")
         assert connection.recv(1000).startswith(b"HTTP/1.1 408 ")
