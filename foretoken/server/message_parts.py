@@ -8,16 +8,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from foretoken.server.tools import (
-    FORCED,
-    NO_CALLS,
-    NO_TAGS,
-    Tags,
-    ToolFormat,
-    ToolUse,
-    thinking_tags,
-    tool_format,
-)
+from foretoken.server.tools import FORCED, Tags, ToolFormat, ToolUse, thinking_tags, tool_format
 from foretoken.server.xml_calls import KnownTools
 
 if TYPE_CHECKING:
@@ -157,7 +148,7 @@ class MessageReader:
 
     def __init__(self, form: MessageForm) -> None:
         self._form, self._rest, self._mark = form, "", ""
-        self._calls, self._tags = form.calls or NO_CALLS, form.tags or NO_TAGS
+        self._calls, self._tags = form.calls or ToolFormat(), form.tags or Tags()
         self._unread: deque[str] = deque()
         self._num_reread = 0
         self._tools = KnownTools(form.schemas)

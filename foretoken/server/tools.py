@@ -207,9 +207,9 @@ class ToolFormat:
 class Tags(NamedTuple):
     """The tags around thoughts; `is_certain`: every answer begins with thoughts, even without `begin`."""
 
-    names: tuple[str, ...]
-    begin: str
-    end: str
+    names: tuple[str, ...] = ()
+    begin: str = ""
+    end: str = ""
     is_certain: bool = False
 
 
@@ -245,8 +245,6 @@ _FENCED = JSON._replace(
 
 FORCED = ToolFormat(bare="{", between="[],")
 """The list of objects that `ToolUse.forced_form` demands."""
-NO_CALLS, NO_TAGS = ToolFormat(), Tags((), "", "")
-"""Of answers without calls, and without thoughts."""
 
 TOOL_FORMATS = (
     ToolFormat(
