@@ -10,10 +10,12 @@ import signal
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from typing import Any
 
 import pytest
-from slow_grammars import BLANK, HOSTILE, LARGE, Gate, structured
+from held_calls import HeldCalls
+from slow_grammars import BLANK, HOSTILE, LARGE, structured
 
 from foretoken import LLM, AsyncLLM, SamplingParams
 from foretoken.core.errors import RequestError
@@ -102,17 +104,13 @@ def test_a_forked_child_has_a_process_of_its_own(checks: GrammarChecks) -> None:
 
 def test_a_call_that_compiles_holds_up_no_other(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither other calls of the `LLM`, nor the thread of an `AsyncLLM`."""
-    gate, engine = Gate(monkeypatch), AsyncLLM(llm)
-    with ThreadPoolExecutor(1) as pool:
+    compiling, engine = HeldCalls(monkeypatch, GrammarChecks, "grammar"), AsyncLLM(llm)
+    with ThreadPoolExecutor(1) as pool, closing(engine):
         pending = pool.submit(text_of, llm, {"regex": "y[ab]{3}"})
-        try:
-            gate.wait()
+        with compiling:
             (other,) = llm.generate(PROMPT, SamplingParams(max_tokens=4, ignore_eos=True))
             served = asyncio.run(engine.generate(PROMPT, SamplingParams(max_tokens=4, ignore_eos=True)))
             assert not pending.done()
-        finally:
-            gate.may_end.set()
-            engine.close()
         assert re.fullmatch("y[ab]{3}", pending.result())
     assert [len(output.outputs[0].token_ids) for output in (other, served)] == [4, 4]
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import ast
 import re
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import pytest
+from held_calls import HeldCalls
 from served_app import wait_until
 from server.live_server import live_server
 
@@ -49,27 +49,13 @@ def test_no_duration_is_read_off_a_clock_that_may_jump() -> None:
 def test_health_tells_of_an_iteration_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
     """What never returns cannot be ended; whatever watches over the server learns of it."""
     monkeypatch.setattr(app, "_LONGEST_ITERATION_S", 0.2)
-    hangs, may_go_on = threading.Event(), threading.Event()
     llm = LLM("models/tinycode", max_num_seqs=1)
-    with live_server(llm) as server:
+    with live_server(llm) as server, ThreadPoolExecutor(1) as pool:
         body = {"prompt": "def main(argv):\n    def main(", "max_tokens": 8, "temperature": 0.0}
-        want = server.complete(**body)
-        run = llm.target.run
-
-        def hang(work: Any) -> Any:
-            hangs.set()
-            assert may_go_on.wait(60)
-            return run(work)
-
-        monkeypatch.setattr(llm.target, "run", hang)
-        answers: list[str] = []
-        asking = threading.Thread(target=lambda: answers.append(server.complete(**body)))
-        asking.start()
-        assert hangs.wait(60)
-        assert server.get("/health").status_code in (200, 503)
-        wait_until(lambda: server.get("/health").status_code == 503)
-        assert "has not ended for" in server.get("/health/live").json()["error"]["message"]
-        may_go_on.set()
-        asking.join(60)
-        assert answers == [want]
+        want, hanging = server.complete(**body), HeldCalls(monkeypatch, llm.target, "run")
+        answer = pool.submit(server.complete, **body)
+        with hanging:
+            wait_until(lambda: server.get("/health").status_code == 503)
+            assert "has not ended for" in server.get("/health/live").json()["error"]["message"]
+        assert answer.result() == want
         assert server.get("/health").status_code == 200

@@ -5,13 +5,12 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import threading
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar
 from typing import Any
 
 import pytest
+from held_calls import HeldCalls
 from server.live_server import LiveServer
 
 from foretoken.engine.sequence import Sequence
@@ -70,49 +69,26 @@ def test_others_are_served_while_a_large_body_is_read(
     module: Any, step: str, speculative: LiveServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Reading it ends only after /health was answered."""
-    has_begun, may_end = threading.Event(), threading.Event()
-    original: Callable[..., Any] = getattr(module, step)
-
-    def held_up(*given: Any) -> Any:
-        has_begun.set()
-        assert may_end.wait(LONGEST_S), "others were not served meanwhile"
-        return original(*given)
-
-    monkeypatch.setattr(module, step, held_up)
+    held = HeldCalls(monkeypatch, module, step)
     path, body = BODIES["completion"]
     with ThreadPoolExecutor(1) as pool:
         reading = pool.submit(speculative.post, path, content=json.dumps(body).encode() + LARGE.encode())
-        try:
-            assert has_begun.wait(LONGEST_S)
+        with held:
             assert speculative.get("/health").status_code == 200
             assert not reading.done()
-        finally:
-            may_end.set()
         assert reading.result().status_code == 200
 
 
 def test_small_requests_wait_for_no_large_one(speculative: LiveServer, monkeypatch: pytest.MonkeyPatch) -> None:
     """However many large bodies are read, threads are left for others."""
-    has_begun, may_end = threading.Event(), threading.Event()
-    original = app.parse_object
-
-    def held_up(body: bytes) -> Any:
-        if len(body) > len(LARGE):
-            has_begun.set()
-            assert may_end.wait(LONGEST_S), "others were not served meanwhile"
-        return original(body)
-
-    monkeypatch.setattr(app, "parse_object", held_up)
+    held = HeldCalls(monkeypatch, app, "parse_object", lambda body: len(body) > len(LARGE))
     path, body = BODIES["completion"]
     large, count = json.dumps(body).encode() + LARGE.encode(), min(32, (os.cpu_count() or 1) + 4) + 1
     with ThreadPoolExecutor(count) as pool:
         reading = [pool.submit(speculative.post, path, content=large) for _ in range(count)]
-        try:
-            assert has_begun.wait(LONGEST_S)
+        with held:
             assert speculative.post(path, body).status_code == 200
             assert not any(each.done() for each in reading)
-        finally:
-            may_end.set()
         assert {each.result().status_code for each in reading} == {200}
 
 
@@ -126,23 +102,12 @@ def test_small_requests_wait_for_no_large_one(speculative: LiveServer, monkeypat
 def test_others_are_served_while_an_answer_is_made(
     maker: Any, step: str, name: str, is_streamed: bool, speculative: LiveServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    is_made, may_end = threading.Event(), threading.Event()
-    original = getattr(maker, step)
+    held = HeldCalls(monkeypatch, maker, step)
     path, body = BODIES[name]
-
-    def held_up(*given: Any) -> Any:
-        is_made.set()
-        assert may_end.wait(LONGEST_S), "others were not served meanwhile"
-        return original(*given)
-
-    monkeypatch.setattr(maker, step, held_up)
     with ThreadPoolExecutor(1) as pool:
         asking = pool.submit(speculative.post, path, {**body, "stream": is_streamed})
-        try:
-            assert is_made.wait(LONGEST_S)
+        with held:
             assert speculative.get("/health").status_code == 200
-        finally:
-            may_end.set()
         assert asking.result().status_code == 200
 
 

@@ -8,8 +8,9 @@ from typing import Any
 
 import httpx
 import pytest
+from held_calls import HeldCalls
 from server.live_server import LiveServer
-from slow_grammars import HOSTILE, LARGE, Gate, structured
+from slow_grammars import HOSTILE, LARGE, structured
 
 from foretoken.grammars import compiling
 
@@ -22,7 +23,7 @@ COMPILING = 12  # requests at once, more than a thread pool of the event loop's 
 def test_streams_and_other_requests_go_on_while_a_form_compiles(
     form: dict[str, Any], speculative: LiveServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    gate = Gate(monkeypatch)
+    held = HeldCalls(monkeypatch, compiling.GrammarChecks, "grammar")
     ask = {"prompt": ASK["prompt"], **structured(form)}
     with ThreadPoolExecutor(COMPILING) as pool:
         body = {**ASK, "stream": True, "ignore_eos": True}
@@ -30,15 +31,12 @@ def test_streams_and_other_requests_go_on_while_a_form_compiles(
             lines = (line for line in stream.iter_lines() if line)
             next(lines)
             pending = [pool.submit(speculative.post, "/v1/completions", ask) for _ in range(COMPILING)]
-            try:
-                gate.wait()
+            with held:
                 assert list(lines)[-1] == "data: [DONE]"
                 assert speculative.get("/health").status_code == 200
                 assert speculative.get("/metrics").status_code == 200
                 assert speculative.post("/v1/completions", ASK).status_code == 200
                 assert not any(each.done() for each in pending)
-            finally:
-                gate.may_end.set()
         answers = [each.result() for each in pending]
     assert {answer.status_code for answer in answers} == {200}, answers[0].text
     assert answers[0].json()["choices"][0]["text"].lstrip().startswith("{")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -11,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from end_to_end.tiny_llms import tokenizer
+from held_calls import HeldCalls
 from tiny_models import VOCAB_SIZE, tiny_model
 from transformers import AutoTokenizer
 
@@ -49,21 +49,13 @@ class WithVocabulary(Bare):
 def test_text_is_decoded_while_another_is_encoded(monkeypatch: pytest.MonkeyPatch) -> None:
     """The engine decodes what it writes; it must not wait for a long text of some client."""
     own = AutoTokenizer.from_pretrained("models/tinycode")
-    codec, encodes, is_decoded = Codec(own, len(own)), threading.Event(), threading.Event()
-    original = type(own).__call__
-
-    def held_up(self: Any, *given: Any, **more: Any) -> Any:
-        encodes.set()
-        assert is_decoded.wait(LONGEST_S), "decoding waits for encoding"
-        return original(self, *given, **more)
-
-    monkeypatch.setattr(type(own), "__call__", held_up)
+    codec, expected = Codec(own, len(own)), own("def main():")["input_ids"]
+    held = HeldCalls(monkeypatch, type(own), "__call__")
     with ThreadPoolExecutor(1) as pool:
         encoding = pool.submit(codec.encode, "def main():", "the text")
-        assert encodes.wait(LONGEST_S)
-        assert codec.decode([5, 6])
-        is_decoded.set()
-        assert encoding.result() == original(own, "def main():")["input_ids"]
+        with held:
+            assert codec.decode([5, 6])
+        assert encoding.result() == expected
 
 
 def test_truncation_of_a_tokenizer_is_switched_off() -> None:
