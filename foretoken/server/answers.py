@@ -206,8 +206,9 @@ class Envelope:
 
     def last(self, outputs: Sequence[RequestOutput]) -> list[dict[str, Any]]:
         """Returns the last chunk of a stream, with usage and metrics; an empty list if neither is sent."""
-        more = {"usage": usage(outputs, self.request.message_form)} if self.request.has_usage else {}
-        more |= self._metrics(outputs)
+        more = self._metrics(outputs)
+        if self.request.has_usage:
+            more["usage"] = usage(outputs, self.request.message_form)
         return [self._body([], **more)] if more else []
 
     def failed(self, error: ApiError) -> dict[str, Any]:

@@ -255,7 +255,8 @@ class LineAnswers:
             raise ApiError("A line of a batch is answered as a whole. Leave stream out.", param="stream")
         live = LiveRequest(shape)
         await live.submit(self._engine)
-        return await live.whole(lambda body: body)
+        answer: dict[str, Any] = await live.whole(lambda body: body)
+        return answer
 
 
 async def run_batch(
