@@ -17,7 +17,16 @@ import foretoken
 from foretoken.core.errors import ForetokenError
 from foretoken.report.page import render_inlined
 from foretoken.server.answers import seconds_since_1970
-from foretoken.server.edge import CLIENT, ApiError, Guards, api_error, check_origins, open_to, parse_object
+from foretoken.server.edge import (
+    CLIENT,
+    ApiError,
+    Guards,
+    api_error,
+    check_model,
+    check_origins,
+    open_to,
+    parse_object,
+)
 from foretoken.server.live_request import (
     GENERATING,
     BodyReader,
@@ -28,7 +37,7 @@ from foretoken.server.live_request import (
 )
 from foretoken.server.message_parts import AnswerFormats
 from foretoken.server.metrics import ServerMetrics
-from foretoken.server.request_fields import check_booleans, check_model, token_request
+from foretoken.server.request_fields import check_booleans, token_request
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Sequence

@@ -21,10 +21,9 @@ from foretoken.core.errors import ConfigError, ForetokenError, RequestError
 from foretoken.files.atomic_files import put_file, told_as
 from foretoken.files.bounded_reads import MIB, check_regular
 from foretoken.files.processes import file_lock
-from foretoken.server.edge import ApiError, api_error, dumped, parse_object
+from foretoken.server.edge import ApiError, api_error, check_model, dumped, parse_object
 from foretoken.server.live_request import GENERATING, BodyReader, LiveRequest
 from foretoken.server.message_parts import AnswerFormats
-from foretoken.server.request_fields import check_model
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -79,6 +79,15 @@ def api_error(error: BaseException) -> ApiError:
     return ApiError("The server failed. The request was not completed; other requests go on.", status=500)
 
 
+def check_model(name: Any, known: Sequence[str]) -> None:
+    """Raises `ApiError` with status 404 for an unknown name of a model; None is any model."""
+    if name is not None and name not in known:
+        raise ApiError(
+            f"The model {str(name)[:80]!a} does not exist here. Known: {', '.join(known)}.", status=404,
+            param="model", code="model_not_found",
+        )  # fmt: skip
+
+
 DEEPEST = 64  # nesting of containers; a choice: Python's parser recurses
 # Parsing more values would delay other requests: RESULTS, "What one client's dearest requests cost". Each kind is
 # counted by its character in the body.

@@ -189,15 +189,6 @@ class UnknownFields:
                 _log.warning("requests have the unknown field %s, which is ignored", ascii(name))
 
 
-def check_model(name: Any, known: Sequence[str]) -> None:
-    """Raises `ApiError` with status 404 for an unknown name of a model; None is any model."""
-    if name is not None and name not in known:
-        raise ApiError(
-            f"The model {str(name)[:80]!a} does not exist here. Known: {', '.join(known)}.", status=404,
-            param="model", code="model_not_found",
-        )  # fmt: skip
-
-
 def check_booleans(body: Mapping[str, Any]) -> None:
     """Raises `ApiError` if a switch of a body, whatever its path, is neither true, false nor null."""
     for outer, names in {"": _BOOLEANS, **_BOOLEANS_INSIDE}.items():
