@@ -10,7 +10,6 @@ from dataclasses import replace
 
 import torch
 import triton
-import triton_masked
 from torch import Tensor
 
 from foretoken.acceptance import triton_walk
@@ -29,7 +28,6 @@ POINTERS = {
 }  # fmt: skip
 KERNELS = {
     triton_tree: ["_attend_kernel", "_merge_kernel"],
-    triton_masked: ["_masked_kernel"],
     triton_weights: ["_scores_kernel", "_weights_kernel"],
     triton_tables: ["_tables_kernel"],
     triton_choice: ["_part_kernel", "_merge_kernel"],
@@ -79,23 +77,16 @@ class ForHopper:
         compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
         assert compiled.metadata.shared <= 227 * 1024, compiled.metadata.shared
         has_products = "wgmma.mma_async" in compiled.asm["ptx"] or "mma.sync" in compiled.asm["ptx"]
-        assert has_products or compiled.metadata.name not in ("_attend_kernel", "_masked_kernel", "_gemm_kernel")
+        assert has_products or compiled.metadata.name not in ("_attend_kernel", "_gemm_kernel")
         sys.stdout.write(compiled.metadata.name + "\n")
 
 
 def compile_attention(*, heads: int, size: int, nodes: int, is_causal: bool = False, **options) -> None:
-    """Attention over two chains behind long prefixes, and the masked kernel over as many tokens."""
+    """Attention over two chains behind long prefixes."""
     layout = layout_of(nodes, is_causal=is_causal)
     keys = torch.zeros(2, 8, 600, size, dtype=BF16)
     query = torch.zeros(2 * nodes, heads, size, dtype=BF16)
     triton_tree.tree_attention_triton(query, keys, keys, layout.tables(), scale=1.0, **options)
-    if "window" not in options and "num_splits" not in options:
-        mask = layout.mask(0, None)[None]
-        counts = torch.tensor([mask.shape[2]], dtype=torch.int32)
-        triton_masked.masked_attention_triton(
-            query[:nodes].transpose(0, 1)[None], keys, keys, layout.tables().slots[:1], counts, mask, scale=1.0,
-            **options,
-        )  # fmt: skip
 
 
 def layout_of(nodes: int, *, is_causal: bool = False) -> AttentionLayout:
