@@ -1,4 +1,4 @@
-"""Limits that the kernel holds this process to for the time of a with statement."""
+"""Limits of this process for the time of a with statement."""
 
 from __future__ import annotations
 
@@ -7,6 +7,19 @@ import resource
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
+
+import torch
+
+
+@contextmanager
+def threads(count: int) -> Iterator[None]:
+    """Torch and the native kernels run on that many threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def limit_memory(num_bytes: int) -> AbstractContextManager[None]:

@@ -99,66 +99,6 @@ class PassArguments(Structure):
     )  # fmt: skip
 
 
-class DraftArguments(Structure):
-    """Draft trees of one shape, and the choice of their tokens."""
-
-    _fields_ = (
-        *((name, c_int64) for name in ("num_sequences", "num_nodes", "num_candidates", "num_rows", "vocab")),
-        *((name, c_void_p) for name in (
-            "parents", "ranks", "draws", "inverse_temperature", "seeds", "root_positions", "tokens", "scores", "kinds",
-            "row_of", "rows", "node_parents", "node_numbers", "candidates", "path_scores", "candidate_parents",
-            "floors", "intercepts", "lengths",
-        )),
-        ("slope", c_float),
-    )  # fmt: skip
-
-
-class HeadMatrix(Structure):
-    """A matrix with its dtype."""
-
-    _fields_ = (("matrix", MatrixStruct), ("is_bfloat16", c_int64))
-
-
-class Step(Structure):
-    """The layers that draft the children of the nodes of one depth."""
-
-    _fields_ = (
-        ("first", HeadMatrix),
-        ("lm_head", HeadMatrix),
-        ("norm", NormStruct),
-        ("blocks", POINTER(HeadMatrix)),
-        ("num_blocks", c_int64),
-        ("embedding", HeadMatrix),
-        *((name, c_float) for name in ("embedding_scale", "logit_scale", "logit_softcap")),
-    )
-
-
-class HeadStruct(Structure):
-    """All steps of a head."""
-
-    _fields_ = (
-        *((name, c_int64) for name in ("kind", "num_steps", "hidden", "width", "vocab")),
-        ("token_map", c_void_p),
-        *((name, c_float) for name in ("feature_rms", "feature_epsilon")),
-        ("steps", POINTER(Step)),
-    )
-
-
-class AutoregressiveHeadStruct(Structure):
-    """A head of one decoder block; the block's output is also the next step's state."""
-
-    _fields_ = (
-        ("fuse", HeadMatrix),
-        ("lm_head", HeadMatrix),
-        ("token_map", c_void_p),
-        ("vocab", c_int64),
-        ("embedding", HeadMatrix),
-        ("feeds_normed", c_int64),
-        *((name, NormStruct) for name in ("norm", "state_norm")),
-        *((name, c_float) for name in ("embedding_scale", "logit_scale", "logit_softcap")),
-    )
-
-
 class StoredBlocks(Structure):
     """A matrix as a GGUF file has it, and the panels that it becomes."""
 
@@ -166,14 +106,6 @@ class StoredBlocks(Structure):
         ("blocks", c_void_p), ("order", c_void_p), ("kind", c_int64), ("rows", c_int64), ("cols", c_int64),
         *((name, c_void_p) for name in ("numbers", "scales", "offsets", "super_scales", "super_offsets", "table")),
     )  # fmt: skip
-
-
-class Draw(IntEnum):
-    """The choice of a sequence's draft tokens."""
-
-    GREEDILY = 0
-    COUPLED = 1
-    SAMPLED = 2
 
 
 class Status(IntEnum):

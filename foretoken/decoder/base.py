@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol
 
 from foretoken.core.errors import ModelError
 
@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from foretoken.core.passes import Pass
-    from foretoken.trees.dynamic import ShapedExpansion
 
 
 class UnsuitableError(ModelError):
@@ -81,29 +80,5 @@ class Decoder(Protocol):
         """Computes every token of a pass; writes its keys and values to the cache row of its node.
 
         Raises `PassError` if something does not fit the model or the cache, or a weight's memory was freed.
-        """
-        ...
-
-
-@runtime_checkable
-class TreeDrafting(Protocol):
-    """An extra ability of some decoders: they draft whole trees in one call instead of one pass a level."""
-
-    def draft_trees(self, work: Pass, expansion: ShapedExpansion, *, vocab_size: int, last_position: int) -> bool:
-        """Runs a pass that ends with the roots, and fills the trees below them with the model's tokens.
-
-        Node i of a tree, among the levels that have children, uses the i-th cache row behind the pass.
-
-        Args:
-            work: Chains of the B sequences of the expansion, with the logits after the last token of each.
-            expansion: Trees of roots, filled in place.
-            vocab_size: V, one past the largest token that may be drafted; logits are padded or cut to V.
-            last_position: Largest position of a node; deeper nodes use it too.
-
-        Returns:
-            Whether the trees were drafted. False, without any change, for requests that the decoder cannot draft for.
-
-        Raises:
-            PassError: See `Decoder.run`.
         """
         ...

@@ -162,28 +162,7 @@ class BlockStack:
     A drafter feeds its own inputs (embeddings, features of the target, both joined) in place of token embeddings, with
     passes over trees or chains like a target's. `work.tokens` is not read. Row i of a slot holds committed position i,
     and the nodes of a pass follow their prefix. `cache.move_paths` makes an accepted path permanent; rejected nodes
-    need no call.
-
-    >>> import torch
-    >>> from foretoken.core.passes import Pass
-    >>> from foretoken.decoder.block_stack import BlockStack
-    >>> from foretoken.decoder.blocks import Block, Blocks, BlockSpec, FeedForward, Matrix, Norm, Rotary
-    >>> def matrix(outputs, inputs):
-    ...     return Matrix(weight=torch.randn(outputs, inputs) / inputs**0.5)
-    >>> def norm():
-    ...     return Norm(weight=torch.ones(32), epsilon=1e-6)
-    >>> block = Block(
-    ...     spec=BlockSpec(num_heads=4, num_kv_heads=2, head_dim=8),
-    ...     query=matrix(32, 32), key=matrix(16, 32), value=matrix(16, 32), output=matrix(32, 32),
-    ...     mlp=FeedForward(gate=matrix(48, 32), up=matrix(48, 32), down=matrix(32, 48)),
-    ...     attention_norm=norm(), mlp_norm=norm(), rotary=Rotary.plain(num_positions=64, head_dim=8),
-    ... )
-    >>> stack = BlockStack(Blocks(blocks=[block], final_norm=norm()), num_slots=2, capacity=64)
-    >>> prompt = Pass.of_chains([[0] * 5], slots=[1], prefix_lens=[0])  # five positions of slot 1
-    >>> stack.run(torch.randn(5, 32), prompt).shape
-    torch.Size([5, 32])
-    >>> further = Pass.of_chains([[0] * 2], slots=[1], prefix_lens=[5])
-    >>> stack.append(torch.randn(2, 32), further)  # later passes see it; there is no output
+    need no call. Example: "A head with a KV cache of its own" in `docs/drafters.md`.
 
     Attributes:
         cache: KV rows; the caller may move and poison them.

@@ -13,7 +13,7 @@ rotated elements of a head, X experts.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,7 +21,8 @@ from torch import Tensor
 from foretoken.core.checks import require
 from foretoken.decoder.base import UnsuitableError
 from foretoken.decoder.memory import is_plain
-from foretoken.decoder.quantized import QuantizedLinear, QuantizedMatrix
+from foretoken.decoder.quantized import QuantizedMatrix
+from foretoken.decoder.quantized_modules import QuantizedLinear
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -33,8 +34,29 @@ if TYPE_CHECKING:
 Activation = Literal["silu", "gelu_tanh", "gelu"]
 
 
+class _Part:
+    """A part of blocks."""
+
+    __slots__ = ()
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Yields every tensor except the rotary tables."""
+        for name in self.__slots__:
+            yield from _tensors_in(getattr(self, name))
+
+
+def _tensors_in(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, _Part | QuantizedMatrix):
+        yield from value.tensors()
+    elif isinstance(value, list | tuple):
+        for each in value:
+            yield from _tensors_in(each)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Matrix:
+class Matrix(_Part):
     """A linear layer.
 
     Attributes:
@@ -52,19 +74,9 @@ class Matrix:
         weight = linear.matrix if isinstance(linear, QuantizedLinear) else linear.weight
         return cls(weight=weight, bias=linear.bias)
 
-    def tensors(self) -> Iterator[Tensor]:
-        """Yields the tensors of the weight, and the bias."""
-        yield from _tensors_of(self.weight)
-        if self.bias is not None:
-            yield self.bias
-
     def dense(self) -> Tensor:
         """Returns a weight in the dtype of the blocks; raises `UnsuitableError` for one in 4 or 8 bits."""
         return _dense(self.weight)
-
-
-def _tensors_of(weight: Tensor | QuantizedMatrix) -> Iterator[Tensor]:
-    yield from (weight,) if isinstance(weight, Tensor) else weight.tensors()
 
 
 def _dense(weight: Tensor | QuantizedMatrix) -> Tensor:
@@ -74,7 +86,7 @@ def _dense(weight: Tensor | QuantizedMatrix) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Norm:
+class Norm(_Part):
     """A norm over the last dimension.
 
     Attributes:
@@ -92,12 +104,6 @@ class Norm:
 
     def __post_init__(self) -> None:
         require(self.bias is None or self.kind == "layer", "an RMS norm has no bias")
-
-    def tensors(self) -> Iterator[Tensor]:
-        """Yields weight and bias."""
-        yield self.weight
-        if self.bias is not None:
-            yield self.bias
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -156,20 +162,16 @@ class BlockSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class FeedForward:
+class FeedForward(_Part):
     """Computes down(activation(gate(x)) * up(x)), or down(activation(up(x))); gate, up: (I, E), down: (E, I)."""
 
     gate: Matrix | None
     up: Matrix
     down: Matrix
 
-    def matrices(self) -> Iterator[Matrix]:
-        """Yields all matrices."""
-        yield from (each for each in (self.gate, self.up, self.down) if each is not None)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Experts:
+class Experts(_Part):
     """Gated feed-forward layers; each token takes the `top_k` most probable by softmax(router(x)).
 
     Attributes:
@@ -202,20 +204,16 @@ class Experts:
         """Returns `gate_up` and `down`; raises `UnsuitableError` for experts in 4 or 8 bits."""
         return _dense(self.gate_up), _dense(self.down)
 
-    def tensors(self) -> Iterator[Tensor]:
-        """Yields every tensor."""
-        yield from (*self.router.tensors(), *_tensors_of(self.gate_up), *_tensors_of(self.down))
-
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Side:
+class Side(_Part):
     """A second input of a block: attention reads [norm(side input); attention_norm(inputs)], twice as wide."""
 
     norm: Norm
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Block:
+class Block(_Part):
     """One decoder block.
 
     Attributes:
@@ -255,26 +253,9 @@ class Block:
         """Whether one norm covers all heads of a token's queries or keys."""
         return self.query_norm is not None and self.query_norm.weight.shape[0] != self.spec.head_dim
 
-    def tensors(self) -> Iterator[Tensor]:
-        """Yields every tensor except the rotary tables."""
-        for matrix in (self.query, self.key, self.value, self.output):
-            yield from matrix.tensors()
-        if isinstance(self.mlp, Experts):
-            yield from self.mlp.tensors()
-        else:
-            for matrix in self.mlp.matrices():
-                yield from matrix.tensors()
-        norms = (
-            self.attention_norm, self.attention_post_norm, self.mlp_norm, self.mlp_post_norm, self.query_norm,
-            self.key_norm, None if self.side is None else self.side.norm,
-        )  # fmt: skip
-        for norm in norms:
-            if norm is not None:
-                yield from norm.tensors()
-
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Blocks:
+class Blocks(_Part):
     """Blocks in order, all of the same hidden size and heads, and the (E,) norm after the last block."""
 
     blocks: Sequence[Block]
@@ -309,12 +290,23 @@ class Blocks:
         """Whether some block is a mixture of experts."""
         return any(isinstance(block.mlp, Experts) for block in self.blocks)
 
-    def tensors(self) -> Iterator[Tensor]:
-        """Yields every tensor except the rotary tables."""
-        for block in self.blocks:
-            yield from block.tensors()
-        if self.final_norm is not None:
-            yield from self.final_norm.tensors()
+
+class ScaledEmbedding(NamedTuple):
+    """An embedding table, (V, E), and a factor for every row."""
+
+    weight: Tensor | QuantizedMatrix
+    scale: float = 1.0
+
+
+class LmHead(NamedTuple):
+    """A linear layer, (..., E) to (..., V), and the model's change of logits: softcap * tanh(scale * logit / softcap).
+
+    A `scale` of 1 and a `softcap` of 0 change nothing.
+    """
+
+    layer: nn.Module
+    scale: float = 1.0
+    softcap: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -361,7 +353,7 @@ class LeanWeights:
     def tensors(self) -> Iterator[Tensor]:
         """Yields every tensor with readable memory except the rotary tables."""
         own = (*self.head.parameters(), *self.head.buffers())
-        yield from filter(is_plain, (*Matrix(weight=self.embedding).tensors(), *self.layers.tensors(), *own))
+        yield from filter(is_plain, (*_tensors_in(self.embedding), *self.layers.tensors(), *own))
 
 
 def tap_indices(taps: Sequence[Tap], num_layers: int) -> list[int]:

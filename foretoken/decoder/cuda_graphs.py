@@ -13,6 +13,7 @@ from collections import OrderedDict
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Generic, NamedTuple, Protocol, TypeVar
 
 import torch
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
 
     from foretoken.core.passes import Tap
     from foretoken.decoder.blocks import LeanWeights
-    from foretoken.decoder.elementwise import TorchOps
     from foretoken.decoder.slot_cache import SlotCache
 
 Output = TypeVar("Output")
@@ -81,18 +81,8 @@ def bound_of(longest: int) -> int:
     return bound
 
 
-class WarmUps:
-    """Counts passes and drafts whose seconds are not those of later ones.
-
-    Attributes:
-        count: Of this process: captures, and first drafts of a shape, which compile kernels.
-    """
-
-    def __init__(self) -> None:
-        self.count = 0
-
-
-WARM_UPS = WarmUps()
+# Counts captures, and first drafts of a shape, which compile kernels: their seconds are not those of later ones.
+WARM_UPS = SimpleNamespace(count=0)
 
 
 class CapturedGraphs(Generic[Output]):
@@ -257,13 +247,7 @@ class GraphDecoder:
     is_exact = False
 
     def __init__(
-        self,
-        weights: LeanWeights,
-        cache: SlotCache,
-        taps: Sequence[Tap],
-        *,
-        capture: GraphCapture | None = None,
-        ops: TorchOps | None = None,
+        self, weights: LeanWeights, cache: SlotCache, taps: Sequence[Tap], *, capture: GraphCapture | None = None
     ) -> None:
         """Prepares the decoder; raises `UnsuitableError` for a missing tap, or if passes cannot be captured.
 
@@ -278,7 +262,7 @@ class GraphDecoder:
         widest = max(part.shape[-1] for part in (*cache.keys, *cache.values))
         if not has_kernel(weights.dtype, widest):
             raise UnsuitableError("passes are captured as CUDA graphs only where the attention kernel runs.")
-        self._stock = StockDecoder(weights, cache, taps, ops=ops)
+        self._stock = StockDecoder(weights, cache, taps)
         self._vocab_size = weights.vocab_size
         self._every_row = torch.arange(_MOST_TOKENS, device=weights.device)
         self._weights = HeldMemory(weights.tensors())

@@ -27,10 +27,11 @@ from foretoken.files.user_cache import open_cache, read_kept, say_nothing_is_kep
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-_SOURCE = Path(__file__).with_name("kernels") / "decoder.cpp"
+_KERNELS = Path(__file__).with_name("kernels")
+_DRAFTS = Path(__file__).parents[1] / "drafters" / "native" / "kernels"  # with `drafts.cpp`, of the whole library
 _COMPILERS = ("c++", "g++", "clang++")
 # -O3 takes three times as long and its passes are no faster (benchmarks/RESULTS.md, "Compiling the kernels").
-_FLAGS = (*_SOURCE.with_name("flags.txt").read_text().split(), "-shared")
+_FLAGS = (*(_KERNELS / "flags.txt").read_text().split(), "-shared")
 _WIDE = "-mprefer-vector-width=512"  # x86: compilers avoid the widest registers otherwise
 _ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA = 158, 0x1023, 18  # Linux on x86-64: the call, the request, the registers
 _SANITIZE = (
@@ -77,7 +78,7 @@ def native_library() -> ctypes.CDLL:
 
 def _installed_library(processors: Sequence[_Processor]) -> ctypes.CDLL | None:
     for processor in processors:
-        path = _SOURCE.with_name(f"decoder-{processor.name}.so")
+        path = _KERNELS / f"decoder-{processor.name}.so"
         if path.exists():
             try:
                 return _load_library(path)
@@ -118,8 +119,8 @@ def library_or_none() -> ctypes.CDLL | None:
 
 
 def kernels_version() -> str:
-    """Returns a digest of the kernels' source with headers."""
-    files = [_SOURCE, *sorted(_SOURCE.parent.glob("*.h"))]
+    """Returns a digest of the kernels' source."""
+    files = sorted(file for folder in (_KERNELS, _DRAFTS) for file in (*folder.glob("*.cpp"), *folder.glob("*.h")))
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16]
 
 
@@ -166,7 +167,7 @@ def _instructions() -> set[str]:
 
 def _fitting_processors() -> list[_Processor]:
     """Returns what kernels may be compiled for, the best first; "native" alone where no line fits."""
-    lines = _SOURCE.with_name("processors.txt").read_text().splitlines() if _is_x86() else []
+    lines = (_KERNELS / "processors.txt").read_text().splitlines() if _is_x86() else []
     known = [[part.strip() for part in line.split("|")] for line in lines if not line.startswith("#")]
     has = _instructions()
     found = [_Processor(name, tuple(flags.split())) for name, needs, flags in known if has.issuperset(needs.split())]
@@ -211,7 +212,8 @@ def _workplace(directory: Path | None) -> tempfile.TemporaryDirectory[str]:
 
 
 def _compile(compiler: Sequence[str], processor: _Processor, library: Path) -> None:
-    command = [*compiler, *_flags(processor), str(_SOURCE), "-o", str(library)]
+    source = _DRAFTS / "drafts.cpp"
+    command = [*compiler, *_flags(processor), f"-I{_KERNELS}", str(source), "-o", str(library)]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
     with process, undone_on_error(process.kill):
         printed = _printed(process)

@@ -1,8 +1,14 @@
-"""Small-batch GEMM on the CPU by the native kernels: torch takes several times as long for two or four rows."""
+"""Linear layers for inference: small-batch GEMM by the native kernels, and a part of an LM head.
+
+On CPUs torch takes several times as long for two or four rows.
+
+Letters: N outputs and K inputs of a layer; V vocabulary, E hidden size and R rows of an LM head.
+"""
 
 from __future__ import annotations
 
 from ctypes import addressof, c_int64, c_void_p
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,12 +19,14 @@ from foretoken.core.errors import PassError
 from foretoken.decoder.base import UnsuitableError
 from foretoken.decoder.library import kernel_threads, native_library
 from foretoken.decoder.memory import HeldMemory, check_memory, has_memory
-from foretoken.decoder.quantized import Quantization, QuantizedLinear, QuantizedMatrix, matrix_struct, quantized
+from foretoken.decoder.quantized import Quantization, QuantizedMatrix, matrix_struct, quantized
+from foretoken.decoder.quantized_modules import QuantizedLinear
 
 if TYPE_CHECKING:
     from foretoken.decoder.arguments import MatrixStruct
+    from foretoken.decoder.blocks import LeanWeights
 
-_ALONE = 1 << 15  # multiplications; a choice: fewer end before a second thread has begun
+_ALONE = 1 << 15  # multiplications that one thread makes; a choice: fewer end before a second thread has begun
 
 
 class NativeLinear(nn.Module):
@@ -47,10 +55,10 @@ class NativeLinear(nn.Module):
         is_read = quantization is None  # otherwise the kernels read the copy
         is_known = weight.dtype in (torch.float32, torch.bfloat16) if is_read else weight.dtype.is_floating_point
         if not runs_cpu_kernels(weight.device) or not is_known:
-            raise UnsuitableError(f"native layers take float32 and bfloat16 on CPUs, not {weight.dtype}.")
+            raise UnsuitableError(f"native layers need float32 or bfloat16 weights on a CPU, not {weight.dtype}.")
         if isinstance(weight, Tensor):
             if weight.dim() != 2 or not weight.numel() or not weight.is_contiguous():
-                raise UnsuitableError("native layers take a matrix whose rows lie one after another.")
+                raise UnsuitableError("native layers need a contiguous matrix that is not empty.")
             _check_plain(weight.detach())
         if bias is not None and (bias.shape != weight.shape[:1] or not bias.is_cpu):
             raise UnsuitableError(f"a bias {tuple(bias.shape)} on {bias.device} does not fit {tuple(weight.shape)}.")
@@ -119,7 +127,7 @@ class NativeLinear(nn.Module):
 
 def _check_plain(part: Tensor) -> None:
     if type(part) is not Tensor or not has_memory(part):
-        raise UnsuitableError(f"native layers take plain tensors with memory, not a {type(part).__name__}.")
+        raise UnsuitableError(f"native layers need plain tensors with memory, not a {type(part).__name__}.")
 
 
 def weight_version(weight: Tensor) -> int:
@@ -178,3 +186,63 @@ def linear_layer(weight: Tensor, bias: Tensor | None = None) -> nn.Linear:
 def fits_bfloat16(weight: Tensor) -> bool:
     """Decides whether bfloat16 holds the numbers exactly."""
     return torch.equal(weight.detach().to(torch.bfloat16).to(weight.dtype), weight)
+
+
+class HeadRows:
+    """Copies of some rows of an LM head, so that drafts read less; decoders and captured graphs follow exchanged rows.
+
+    Source: FR-Spec (arXiv 2502.14856): drafts cover the most frequent tokens, verification all of them.
+
+    Attributes:
+        layer: (..., E) to (..., R).
+        tokens: (R,) int64, the token of each row, all different.
+    """
+
+    def __init__(self, head: nn.Module, tokens: Tensor, quantization: Quantization | None = None) -> None:
+        """Copies the rows of (R,) int64 tokens, or quantized copies of them; the head itself does not change.
+
+        Raises `UnsuitableError` if the head is no plain linear layer.
+        """
+        whole: Any = head
+        if type(head) not in (nn.Linear, QuantizedLinear):
+            raise UnsuitableError(f"the LM head is a {type(head).__name__}. Expected a plain linear layer.")
+        stored: Tensor | QuantizedMatrix = whole.matrix if isinstance(head, QuantizedLinear) else whole.weight.detach()
+        self._stored, self._quantization = stored, quantization
+        self._version = weight_version(stored) if isinstance(stored, Tensor) else 0
+        weight = self._quantized()
+        bias: Tensor | None = None if whole.bias is None else whole.bias.detach()
+        self._weight, self._bias, self.tokens = weight, bias, tokens.clone()
+        self.layer: nn.Module
+        if isinstance(weight, QuantizedMatrix):
+            self.layer = QuantizedLinear(weight.taken(tokens), None if bias is None else bias[tokens])
+        else:
+            self.layer = nn.Linear(weight.shape[1], len(tokens), bias=bias is not None, device="meta")
+            self.layer.weight = nn.Parameter(weight[tokens], requires_grad=False)
+            if bias is not None:
+                self.layer.bias = nn.Parameter(bias[tokens], requires_grad=False)
+
+    def _quantized(self) -> Tensor | QuantizedMatrix:
+        if self._quantization is None or isinstance(self._stored, QuantizedMatrix):
+            return self._stored
+        return quantized(self._stored, self._quantization, dtype=torch.bfloat16)
+
+    def follow_weight(self) -> None:
+        """Copies the rows anew after writes to the head's weight; raises `UnsuitableError` if it is not finite."""
+        if isinstance(self._stored, Tensor) and weight_version(self._stored) != self._version:
+            self._version, self._weight = weight_version(self._stored), self._quantized()
+            self.exchange(torch.arange(len(self.tokens), device=self.tokens.device), self.tokens.clone())
+
+    def exchange(self, places: Tensor, tokens: Tensor) -> None:
+        """Writes the rows of other tokens to (K,) int64 places; no token gets two rows."""
+        layer: Any = self.layer
+        if isinstance(self._weight, QuantizedMatrix):
+            layer.matrix.put(places, self._weight, tokens)
+        else:
+            layer.weight.data[places] = self._weight[tokens]
+        if self._bias is not None:
+            layer.bias.data[places] = self._bias[tokens]
+        self.tokens[places] = tokens
+
+    def within(self, weights: LeanWeights) -> LeanWeights:
+        """Returns the weights of a model with these rows in place of its LM head."""
+        return replace(weights, head=self.layer, head_tokens=self.tokens)

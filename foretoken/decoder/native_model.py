@@ -17,15 +17,8 @@ from foretoken.decoder.base import UnsuitableError
 from foretoken.decoder.blocks import Experts, FeedForward, LeanWeights, Matrix
 from foretoken.decoder.memory import Described, HeldMemory, has_memory, is_plain, lost_memory, use_huge_pages
 from foretoken.decoder.panels import whole_panels
-from foretoken.decoder.quantized import (
-    Quantization,
-    QuantizedLinear,
-    QuantizedMatrix,
-    bytes_per_weight,
-    matrix_struct,
-    quantized,
-)
-from foretoken.decoder.quantized_experts import quantized_parts
+from foretoken.decoder.quantized import Quantization, QuantizedMatrix, bytes_per_weight, matrix_struct, quantized
+from foretoken.decoder.quantized_modules import QuantizedLinear, quantized_parts
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -114,7 +107,7 @@ class NativeModel(Described):
     def _layer(self, index: int, block: described.Block) -> Layer:
         spec, hidden, width = block.spec, self._hidden, self._head_dim
         if (spec.num_heads, spec.num_kv_heads, spec.head_dim) != (self._heads, self._kv_heads, width):
-            raise UnsuitableError(f"block {index} has other heads than the first. Its kernels take equal ones.")
+            raise UnsuitableError(f"block {index} has other heads than the first block. Expected the same in all.")
         queries, values = self._heads * width, self._kv_heads * width
         read = hidden if block.side is None else 2 * hidden
         normed = (queries, values) if block.norms_all_heads else (width, width)
@@ -159,7 +152,7 @@ class NativeModel(Described):
         if isinstance(router.weight, QuantizedMatrix):
             raise UnsuitableError(f"a router has no kernels for weights in {router.weight.bits} bits.")
         fields = ExpertsArguments(
-            router=self._matrix("the router", router, count, self._hidden, is_rounded=False),
+            router=self._matrix("the router", router, count, self._hidden, can_quantize=False),
             gate_up=self._experts_matrix("gate_up_proj", experts.gate_up, (count, 2, inner, self._hidden)),
             down=self._experts_matrix("down_proj", experts.down, (count, 1, self._hidden, inner)),
             count=count,
@@ -209,9 +202,9 @@ class NativeModel(Described):
             raise UnsuitableError(f"the LM head is a {type(head).__name__}. Expected a plain linear layer.")
         return self._matrix("lm_head", Matrix.of(head), int(head.out_features), self._hidden)
 
-    def _matrix(self, name: str, matrix: Matrix, rows: int, cols: int, *, is_rounded: bool = True) -> MatrixStruct:
+    def _matrix(self, name: str, matrix: Matrix, rows: int, cols: int, *, can_quantize: bool = True) -> MatrixStruct:
         weight = matrix.weight
-        if isinstance(weight, Tensor) and self._quantization is not None and is_rounded:
+        if isinstance(weight, Tensor) and self._quantization is not None and can_quantize:
             self._check_layout(name, weight.detach(), (rows, cols), self._dtype)
             weight = quantized(weight, self._quantization, dtype=torch.bfloat16)
         struct = self._in_place(name, weight, rows, cols, self._pass_bytes)
@@ -267,7 +260,7 @@ class NativeModel(Described):
             width, dtype = width + torch.float32.itemsize, torch.int8
         self._check_layout(name, rows[0, 0], (self._cache.capacity, width), dtype)
         if rows.shape != (len(first), self._kv_heads, self._cache.capacity, width) or rows.stride() != first.stride():
-            raise UnsuitableError(f"{name} of the layers are not alike. Expected keys and values of one size.")
+            raise UnsuitableError(f"{name} differs in size between layers. Expected one size of keys and values.")
         self._kept_rows.append(rows)
         return rows.data_ptr()
 
@@ -283,7 +276,7 @@ class NativeModel(Described):
         if not is_as_said or not tensor.is_cpu or not tensor.is_contiguous():
             raise UnsuitableError(
                 f"{name} is {subclass}{tuple(tensor.shape)} {tensor.dtype} on {tensor.device}. Expected {shape} "
-                f"{dtype} on a CPU, its rows one after another."
+                f"{dtype} on a CPU, contiguous."
             )
         if not has_memory(tensor):
             raise UnsuitableError(lost_memory(tensor))

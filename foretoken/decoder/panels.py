@@ -69,7 +69,7 @@ def unpacked(numbers: Tensor, cols: int, bits: int, rows: Any = _ALL) -> Tensor:
 
 
 def _quads_of_chunk(bits: int) -> int:
-    """Returns the quads whose blocks are understood together, see `kernels/packed.h`."""
+    """Returns the quads whose blocks are understood together, see `kernels/quantized.h`."""
     return 2 if bits == 4 else 8 // (bits - 4)
 
 

@@ -1,22 +1,21 @@
-"""Matrices in 4 to 8 bits: how weights are rounded and stored, and a linear layer that keeps no other copy.
+"""Matrices in 4 to 8 bits: how weights are quantized, stored, and read from the blocks of GGUF files.
 
 Letters: N outputs and K inputs of a matrix, G groups of weights that share a scale.
 """
 
 from __future__ import annotations
 
-from ctypes import addressof, c_int64
+from ctypes import addressof, byref, c_int64
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 
 from foretoken.core.backend import runs_cpu_kernels
 from foretoken.core.checks import require
-from foretoken.core.errors import ModelError
-from foretoken.decoder.arguments import MatrixStruct, address
+from foretoken.decoder.arguments import MatrixStruct, Status, StoredBlocks, address
 from foretoken.decoder.base import UnsuitableError
 from foretoken.decoder.library import kernel_threads, library_or_none
 from foretoken.decoder.memory import SHARED_PAGES
@@ -44,10 +43,10 @@ _ZERO = 8  # of 4 bits: numbers are from -_ZERO to _ZERO - 1
 _SUPER = 256  # weights that share a scale of int8 scales
 # The scales of groups of a `QuantizedMatrix`, in panels as the numbers are.
 SCALES = ("group_scales", "group_offsets", "super_scales", "super_offsets")
-_SHORTEST_GROUP = 16  # weights that share a scale; see `rounded_inputs.h`
+_SHORTEST_GROUP = 16  # weights that share a scale; see `kernels/quantized.h`
 _GROUP = 128  # weights of int4 that share a scale; a choice: 4.13 bits a weight
 # Shares of the scale at which a group's greatest weight ends the range; the one with the least squared error is taken.
-# A choice: smaller ones cut the greatest weights, and all others are rounded more finely.
+# A choice: smaller ones cut the greatest weights, and gives all others finer steps.
 _SHARES = (1.0, 0.93, 0.86, 0.79)
 _INPUT_GROUP = 128  # inputs that share a scale
 _WIDE_INPUT_GROUP = 512  # the same of 16 bits; a choice: sums become float32 a quarter as often
@@ -332,11 +331,10 @@ def matrix_struct(weight: Tensor | QuantizedMatrix, bias: Tensor | None = None, 
         struct.weight = weight.data_ptr()
         return struct
     struct.weight, struct.scales = address(weight.numbers), address(weight.row_scales)
-    struct.group_scales, struct.group_offsets = address(weight.group_scales), address(weight.group_offsets)
-    struct.super_scales, struct.super_offsets = address(weight.super_scales), address(weight.super_offsets)
-    struct.input_order = address(weight.input_order)
-    struct.bits, struct.group, struct.input_bits = weight.bits, weight.group, weight.input_bits
-    struct.input_group, struct.offsets_are_lowest = weight.input_group, weight.offsets_are_lowest
+    for name in (*SCALES, "input_order"):
+        setattr(struct, name, address(getattr(weight, name)))
+    for name in ("bits", "group", "input_bits", "input_group", "offsets_are_lowest"):
+        setattr(struct, name, getattr(weight, name))
     struct.scale_kind = 0 if weight.group_scales is None else _SCALE_DTYPES.index(weight.group_scales.dtype)
     return struct
 
@@ -357,7 +355,7 @@ def is_int4(quantization: Quantization) -> bool:
 
 
 def bytes_per_weight(quantization: Quantization) -> float:
-    """Returns the bytes of a rounded weight with its share of the scales."""
+    """Returns the bytes of a quantized weight with its share of the scales."""
     return 0.5 + 2.0 / _GROUP if is_int4(quantization) else 1.0
 
 
@@ -383,7 +381,8 @@ def quantized(weight: Tensor, quantization: Quantization, *, dtype: torch.dtype 
     scales = torch.cat([each for _, each in made])
     if not scales.isfinite().all():
         raise UnsuitableError(
-            f"a weight {tuple(weight.shape)} {weight.dtype} holds NaN or infinite values, which {quantization} has not."
+            f"a weight {tuple(weight.shape)} {weight.dtype} holds NaN or infinite values. {quantization} has no "
+            "numbers for them."
         )
     fields: dict[str, Any] = {"input_bits": _input_bits(dtype)}
     if quantization in ("w4a8", "w8a8"):
@@ -456,39 +455,40 @@ def rounded_inputs(x: Tensor, matrix: QuantizedMatrix) -> Tensor:
     return sorted_back.to(x.dtype)
 
 
-class QuantizedModule(nn.Module):
-    """A module with weights in integers: buffers, so that their bytes and devices are seen, which cannot be saved."""
-
-    def __init__(self, *matrices: QuantizedMatrix) -> None:
-        """Takes the tensors in place."""
-        super().__init__()
-        self._bits = matrices[0].bits
-        for index, each in enumerate(part for matrix in matrices for part in matrix.tensors()):
-            self.register_buffer(f"part_{index}", each, persistent=False)
-
-    def _save_to_state_dict(self, _: Any, prefix: str, __: bool) -> None:
-        raise ModelError(
-            f"'{prefix.rstrip('.')}' keeps its weight in {self._bits} bits, which cannot be saved. Save the model "
-            "before it is rounded."
-        )
+KINDS = (
+    *("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "Q2_K", "Q3_K", "IQ4_NL", "IQ4_XS", "MXFP4"),
+    *("IQ3_S", "IQ3_XXS", "IQ2_S", "IQ2_XS", "IQ2_XXS", "IQ1_S", "IQ1_M"),
+)  # `BlockKind`, in its order
 
 
-class QuantizedLinear(QuantizedModule):
-    """A linear layer that keeps its weight in 4 or 8 bits. The native kernels read `matrix` in place."""
+def can_store_blocks() -> bool:
+    """Whether there are kernels for `store_blocks`."""
+    return library_or_none() is not None
 
-    def __init__(self, matrix: QuantizedMatrix, bias: Tensor | None = None) -> None:
-        """Takes the tensors in place; bias: (N,), or None."""
-        super().__init__(matrix)
-        self.matrix = matrix
-        self.out_features, self.in_features = matrix.shape
-        self.bias = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
 
-    @property
-    def weight(self) -> Tensor:
-        """A dequantized copy of the weight, (N, K)."""
-        return self.matrix.dequantized().to(self.matrix.dtype)
+def store_blocks(
+    matrix: QuantizedMatrix, blocks: Tensor, kind: str, order: Tensor | None, table: Tensor | None = None
+) -> bool:
+    """Fills a matrix of `QuantizedMatrix.empty`; returns whether all scales and offsets are finite.
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Turns (..., K) into (..., N) of the same dtype."""
-        y = self.matrix.product(x)
-        return y if self.bias is None else y + self.bias.to(x.dtype)
+    Args:
+        matrix: Its bits, and the dtype of its scales, are those of the blocks, see `BlockFormat`.
+        blocks: The bytes of all rows, uint8, as a GGUF file has them.
+        kind: Type of the blocks, one of `KINDS`.
+        order: (N,) int64, the row of the file for each row of the matrix; None for the same.
+        table: int8, the numbers for all codes of the type; None where codes are numbers.
+
+    Raises:
+        ValueError: For blocks that do not fill rows of this length, or rows that the file does not have.
+    """
+    order = None if order is None else order.contiguous()
+    stored = StoredBlocks(
+        blocks=address(blocks), order=address(order), kind=KINDS.index(kind), rows=matrix.num_outputs,
+        cols=matrix.num_inputs, numbers=address(matrix.numbers), scales=address(matrix.group_scales),
+        offsets=address(matrix.group_offsets), super_scales=address(matrix.super_scales),
+        super_offsets=address(matrix.super_offsets), table=address(table),
+    )  # fmt: skip
+    library: Any = library_or_none()
+    status = Status(library.foretoken_store_blocks(byref(stored), c_int64(kernel_threads())))
+    require(status in (Status.DONE, Status.NOT_FINITE), f"{kind} does not fit the matrix: {status.name}")
+    return status == Status.DONE

@@ -11,18 +11,20 @@ shared rows as those of many more slots, one granule of rows apart: a sequence b
 from __future__ import annotations
 
 from collections import Counter
+from ctypes import c_int64
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
 import psutil
 import torch
 from torch import Tensor
 
 from foretoken.core.backend import has_cuda_runtime, has_triton_kernels, integers_on, reads_are_free, runs_cpu_kernels
 from foretoken.core.checks import require
+from foretoken.decoder.library import kernel_threads, library_or_none
 from foretoken.decoder.memory import untouched_zeros
-from foretoken.decoder.native_rows import gather_rows
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -41,9 +43,9 @@ class Move(NamedTuple):
 class _Rows(NamedTuple):
     """Rows of a slot: `size` of them are its own, and the first `used` may hold keys and values."""
 
-    start: int
-    size: int
-    used: int
+    start: int = 0
+    size: int = 0
+    used: int = 0
 
     @property
     def end(self) -> int:
@@ -57,17 +59,15 @@ class RowPool:
         """Creates a pool of slots without rows, with at most `most` rows a slot; rounds `num_rows` down."""
         self.granule, self.num_rows = granule, num_rows // granule * granule
         self._most = self._rounded(most)
-        self._rows: list[_Rows | None] = [None] * num_slots
+        self._rows = [_Rows()] * num_slots
 
     def first_row(self, slot: int) -> int:
-        """Returns the first row of a slot, 0 for a slot without rows."""
-        rows = self._rows[slot]
-        return 0 if rows is None else rows.start
+        """Returns the first row of a slot."""
+        return self._rows[slot].start
 
     def size(self, slot: int) -> int:
         """Returns the number of rows of a slot."""
-        rows = self._rows[slot]
-        return 0 if rows is None else rows.size
+        return self._rows[slot].size
 
     def fits(self, counts: Iterable[int]) -> bool:
         """Decides whether slots could have these numbers of rows if no others had any."""
@@ -76,26 +76,26 @@ class RowPool:
     def trim(self, slot: int, count: int) -> None:
         """Takes all but the first `count` rows of a slot."""
         rows, wanted = self._rows[slot], self._rounded(count)
-        if rows is not None and wanted < rows.size:
-            self._rows[slot] = _Rows(rows.start, wanted, min(rows.used, wanted)) if wanted else None
+        if wanted < rows.size:
+            self._rows[slot] = _Rows(rows.start, wanted, min(rows.used, wanted)) if wanted else _Rows()
 
     def reserve(self, slot: int, count: int) -> list[Move] | None:
         """Gives a slot at least `count` rows, its old rows first; returns the moves to make, in order.
 
         Returns None, without any change, if other slots have too many rows.
         """
-        wanted = self._rounded(count)
-        rows = self._rows[slot]
-        old = rows or _Rows(0, 0, 0)
+        wanted, old = self._rounded(count), self._rows[slot]
         if wanted <= old.size:
-            self._rows[slot] = _Rows(old.start, old.size, wanted)
+            self._rows[slot] = old._replace(used=wanted)
             return []
         roomy = max(wanted, min(self._rounded(wanted + wanted // 2), self._most))
-        if rows is not None and (free := self._free_after(rows)) >= wanted - old.size:
+        gaps = self._gaps()
+        free = next((end - start for start, end in gaps if old.size and start == old.end), 0)
+        if free >= wanted - old.size and old.size:
             self._rows[slot] = _Rows(old.start, min(old.size + free, roomy), wanted)
             return []
         for least in (roomy, wanted):
-            for start, end in self._gaps():
+            for start, end in gaps:
                 if end - start >= least:
                     self._rows[slot] = _Rows(start, least, wanted)
                     return [Move(old.start, start, old.used)] if old.used else []
@@ -103,39 +103,29 @@ class RowPool:
 
     def _packed(self, slot: int, wanted: int) -> list[Move] | None:
         """Packs the used rows of all slots, `wanted` of one of them, and shares out the rest."""
-        order = sorted((rows.start, each) for each, rows in enumerate(self._rows) if rows is not None and each != slot)
+        others = [(rows.start, each) for each, rows in enumerate(self._rows) if rows.size and each != slot]
         own = self._rows[slot]
-        order.append((self.num_rows if own is None else own.start, slot))
-        order.sort()
-        used = {each: wanted if each == slot else self._used(each) for _, each in order}
+        order = [each for _, each in sorted([*others, (own.start if own.size else self.num_rows, slot)])]
+        used = {each: wanted if each == slot else self._rows[each].used for each in order}
         free = self.num_rows - sum(used.values())
         if free < 0:
             return None
         more = free // len(order) // self.granule * self.granule
-        moves, start, packed = list[Move](), 0, dict[int, _Rows]()
-        for _, each in order:
-            packed[each] = _Rows(start, max(used[each], min(used[each] + more, self._most)), used[each])
+        moves, start = list[Move](), 0
+        for each in order:
             old = self._rows[each]
-            if old is not None and old.used and old.start != start:
+            self._rows[each] = _Rows(start, max(used[each], min(used[each] + more, self._most)), used[each])
+            if old.used and old.start != start:
                 moves.append(Move(old.start, start, old.used))
-            start = packed[each].end
-        for each, rows in packed.items():
-            self._rows[each] = rows
+            start = self._rows[each].end
         # Slots keep their order, so rows that move down never meet those that move up.
         down = [move for move in moves if move.target < move.source]
         return down + [move for move in reversed(moves) if move.target > move.source]
 
     def _gaps(self) -> list[tuple[int, int]]:
-        taken = sorted((rows.start, rows.end) for rows in self._rows if rows is not None)
+        taken = sorted((rows.start, rows.end) for rows in self._rows if rows.size)
         bounds = [(0, 0), *taken, (self.num_rows, self.num_rows)]
         return [(before[1], after[0]) for before, after in pairwise(bounds) if after[0] > before[1]]
-
-    def _free_after(self, rows: _Rows) -> int:
-        return next((end - start for start, end in self._gaps() if start == rows.end), 0)
-
-    def _used(self, slot: int) -> int:
-        rows = self._rows[slot]
-        return 0 if rows is None else rows.used
 
     def _rounded(self, count: int) -> int:
         return -(-count // self.granule) * self.granule
@@ -433,3 +423,35 @@ def _left_of_container(group: Path) -> int:
         return max(0, int(limit) - int(used) + int(stat["active_file"]) + int(stat["inactive_file"]))
     except (OSError, ValueError, KeyError):  # no container, no limit ("max"), or another version
         return 1 << 62
+
+
+def gather_rows(sources: Sequence[Tensor], lists: Sequence[Tensor], outs: Sequence[Tensor]) -> None:
+    """Copies listed rows, in order, to the first rows of each output, in place.
+
+    Raises `ValueError` or `IndexError` for rows past the end, and for outputs with fewer rows than listed.
+
+    Args:
+        sources: P tensors (Hk, capacity, D) with rows side by side; each has its own D.
+        lists: P tensors (Hk, n) int64, the rows of each head, below the capacity.
+        outs: P tensors (Hk, n or more, D), with rows side by side.
+    """
+    count, room = lists[0].shape[1], min(out.shape[1] for out in outs)
+    require(count <= room, f"{count} rows are listed, and an output has {room}")
+    library = library_or_none() if runs_cpu_kernels(sources[0].device) else None
+    if library is None:
+        for source, rows, out in zip(sources, lists, outs, strict=True):
+            for head, each in enumerate(rows):
+                torch.index_select(source[head], 0, each, out=out[head, :count])
+        return
+    lists = [rows if rows.stride(1) == 1 else rows.contiguous() for rows in lists]
+    from_, to, listed = (np.concatenate([_addresses(part) for part in parts]) for parts in (sources, outs, lists))
+    row_bytes = np.concatenate([np.full(len(part), part.shape[2] * part.itemsize) for part in sources])
+    addresses = [part.ctypes.data for part in (from_, to, listed, row_bytes)]
+    sizes = (len(from_), count, min(part.shape[1] for part in sources))
+    status = library.foretoken_gather(*map(c_int64, (*addresses, *sizes, kernel_threads())))
+    require(status == 0, f"listed rows are refused: status {status}. Expected rows of 0..{sizes[2] - 1}")
+
+
+def _addresses(part: Tensor) -> Any:
+    """Returns the address of each head, (Hk,) int64."""
+    return part.data_ptr() + np.arange(len(part)) * (part.stride(0) * part.itemsize)

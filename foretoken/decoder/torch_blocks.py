@@ -2,7 +2,8 @@
 
 On GPUs our own kernels compute the element-wise operations of common blocks (`triton_kernels`).
 
-Letters: M tokens of a pass, E hidden size, F taps, H query heads, D head size, L blocks.
+Letters: M tokens of a pass, E hidden size, F taps, H query heads, Hk KV heads, D head size, L blocks, I width of the
+feed-forward layer.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import cached_property, partial
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakValueDictionary
 
 import torch
@@ -22,13 +23,14 @@ from foretoken.core.backend import has_triton_kernels, runs_cpu_kernels
 from foretoken.core.errors import PassError
 from foretoken.decoder.base import PassOutput
 from foretoken.decoder.blocks import Block, Blocks, Experts, FeedForward, LeanWeights, Matrix, Norm, Side, tap_indices
-from foretoken.decoder.elementwise import Projected, TorchOps, Turns, elementwise_ops, prepared_norm
 from foretoken.decoder.memory import check_memory
+from foretoken.decoder.quantized_modules import mixed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from foretoken.core.passes import Pass, Tap
+    from foretoken.decoder.blocks import Activation, Rotary
     from foretoken.decoder.slot_cache import SlotCache
 
 _PACKED_FOR_ROWS = 16  # the width of a usual verify pass, for which oneDNN chooses its blocking; a choice
@@ -128,17 +130,165 @@ def _joined(weights: Sequence[Tensor]) -> Tensor:
     return first.as_strided((sum(map(len, weights)), first.shape[1]), (first.shape[1], 1), first.storage_offset())
 
 
+class Turns:
+    """Cosines and sines at the positions of a pass, looked up once for all layers; `positions`: (M,) int64."""
+
+    def __init__(self, positions: Tensor, dtype: torch.dtype) -> None:
+        self.positions, self._dtype = positions, dtype
+        self._known: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def of(self, rotary: Rotary) -> tuple[Tensor, Tensor]:
+        """Returns (M, 1, R / 2) cosines and sines."""
+        if id(rotary) not in self._known:
+            cos, sin = (table[self.positions].to(self._dtype).unsqueeze(1) for table in (rotary.cos, rotary.sin))
+            self._known[id(rotary)] = cos, sin
+        return self._known[id(rotary)]
+
+
+class Projected(NamedTuple):
+    """The (M, (H + 2 Hk) D) outputs of a layer's projections: queries, keys, values; no queries if `num_heads` is 0."""
+
+    joined: Tensor
+    num_heads: int
+    layer: int
+    turns: Turns
+    layout: AttentionLayout
+
+
+class TorchOps:
+    """The operations in torch; `sums_parts`: whether a `delta` of `add_and_norm` may be (P, M, E), summed over P."""
+
+    sums_parts = False
+
+    def add_and_norm(self, x: Tensor, delta: Tensor | None, norm: Norm | None) -> tuple[Tensor, Tensor]:
+        """Returns x + delta and its norm, (M, E) each in the dtype of `x`; delta: (M, E) or None, norm: may be None."""
+        total = x if delta is None else x + delta
+        return total, _normed(total, norm)
+
+    def activate(self, up: Tensor, activation: Activation, *, is_gated: bool) -> Tensor:
+        """Computes activation(gate) * up of (M, 2 I), gate first; or activation(up) of (M, I) without a gate."""
+        if not is_gated:
+            return _activated(up, activation)
+        gate, up = up.chunk(2, dim=-1)
+        return _activated(gate, activation) * up
+
+    def rotate_and_write(self, projected: Projected, block: Block, cache: SlotCache) -> Tensor:
+        """Applies norms and rotation to queries and keys, and writes keys and values; returns (M, H, D) queries."""
+        spec, joined = block.spec, projected.joined
+        sizes = [projected.num_heads * spec.head_dim, *[spec.num_kv_heads * spec.head_dim] * 2]
+        query, key, value = joined.split(sizes, dim=1)
+        query, key = (
+            part.unflatten(1, (0, spec.head_dim))
+            if not part.shape[1]
+            else _normed_and_rotated(part, norm, block, projected.turns)
+            for part, norm in ((query, block.query_norm), (key, block.key_norm))
+        )
+        cache.write(projected.layer, projected.layout, key, value.unflatten(1, (-1, spec.head_dim)))
+        return query
+
+
+class TritonOps(TorchOps):
+    """The kernels of `triton_kernels` if they know the operation, else torch's, as for layer norms."""
+
+    sums_parts = True
+
+    def __init__(self) -> None:
+        """Imports the kernels; raises `ImportError` without triton."""
+        from foretoken.decoder import triton_kernels
+
+        self._kernels = triton_kernels
+
+    def add_and_norm(self, x: Tensor, delta: Tensor | None, norm: Norm | None) -> tuple[Tensor, Tensor]:
+        """See `TorchOps`."""
+        if norm is None or norm.kind != "rms":
+            if delta is not None and delta.dim() > x.dim():
+                delta = delta.sum(0).to(x.dtype)
+            return super().add_and_norm(x, delta, norm)
+        return self._kernels.add_and_norm(x, delta, norm.weight, norm.epsilon)
+
+    def activate(self, up: Tensor, activation: Activation, *, is_gated: bool) -> Tensor:
+        """See `TorchOps`."""
+        if activation != "silu" or not is_gated:
+            return super().activate(up, activation, is_gated=is_gated)
+        return self._kernels.gated_silu(up)
+
+    def rotate_and_write(self, projected: Projected, block: Block, cache: SlotCache) -> Tensor:
+        """See `TorchOps`."""
+        norms, rotary = (block.query_norm, block.key_norm), block.rotary
+        is_known = rotary is not None and 2 * rotary.cos.shape[1] == block.spec.head_dim and not block.norms_all_heads
+        if not is_known or any(norm is not None and norm.kind != "rms" for norm in norms):
+            return super().rotate_and_write(projected, block, cache)
+        assert rotary is not None, "it is known"
+        weights = [norm.weight for norm in norms if norm is not None]
+        return self._kernels.rotate_and_write(
+            projected.joined, rotary.cos, rotary.sin, projected.turns.positions, cache.keys[projected.layer],
+            cache.values[projected.layer], projected.layout.tables(),
+            (weights[0], weights[1]) if weights else None,
+            0.0 if block.query_norm is None else block.query_norm.epsilon,
+        )  # fmt: skip
+
+
+def elementwise_ops(dtype: torch.dtype, device: torch.device) -> TorchOps:
+    """Returns the Triton kernels if they run here, else torch's operations."""
+    if has_triton_kernels(device) and dtype in (torch.float32, torch.float16, torch.bfloat16):
+        return TritonOps()
+    return TorchOps()
+
+
+def prepared_norm(norm: Norm | None, dtype: torch.dtype) -> Norm | None:
+    """Returns the norm with weights in `dtype` if that is exact, else in their own wider dtype."""
+    if norm is None:
+        return None
+    tensors = [tensor.to(dtype) for tensor in norm.tensors()]
+    if not all(torch.equal(a.to(b.dtype), b) for a, b in zip(tensors, norm.tensors(), strict=True)):
+        return norm
+    return replace(norm, weight=tensors[0], bias=tensors[1] if norm.bias is not None else None)
+
+
+def _normed(x: Tensor, norm: Norm | None) -> Tensor:
+    """Returns the norm over the last dimension, computed in the dtype of its weights, rounded to that of `x`."""
+    if norm is None:
+        return x
+    wide, shape = x.to(norm.weight.dtype), norm.weight.shape
+    if norm.kind == "layer":
+        return functional.layer_norm(wide, shape, norm.weight, norm.bias, norm.epsilon).to(x.dtype)
+    return functional.rms_norm(wide, shape, norm.weight, norm.epsilon).to(x.dtype)
+
+
+def _activated(x: Tensor, activation: Activation) -> Tensor:
+    if activation == "silu":
+        return functional.silu(x)
+    return functional.gelu(x, approximate="tanh" if activation == "gelu_tanh" else "none")
+
+
+def _normed_and_rotated(x: Tensor, norm: Norm | None, block: Block, turns: Turns) -> Tensor:
+    """Turns (M, heads D) into (M, heads, D)."""
+    size = block.spec.head_dim
+    if block.norms_all_heads:
+        x = _normed(x, norm).unflatten(1, (x.shape[1] // size, size))
+    else:
+        x = _normed(x.unflatten(1, (x.shape[1] // size, size)), norm)
+    return x if block.rotary is None else _rotated(x, *turns.of(block.rotary))
+
+
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Applies rotary embedding to the first R elements of each head of (M, heads, D)."""
+    size = 2 * cos.shape[-1]
+    turned, rest = (x, None) if size == x.shape[-1] else (x[..., :size], x[..., size:])
+    a, b = turned.chunk(2, dim=-1)
+    parts = [a * cos - b * sin, b * cos + a * sin]
+    return torch.cat(parts if rest is None else [*parts, rest], dim=-1)
+
+
 _NORMS = ("attention_norm", "attention_post_norm", "mlp_norm", "mlp_post_norm", "query_norm", "key_norm")
 
 
 class TorchBlocks:
     """Blocks on a slot cache. `FusedLinear` says how much memory fused weights take."""
 
-    def __init__(
-        self, blocks: Blocks, cache: SlotCache, *, moves_weights: bool = False, ops: TorchOps | None = None
-    ) -> None:
-        """Fuses the projections of blocks on one device; without `ops` takes the fastest element-wise operations."""
-        self._cache, self._ops = cache, elementwise_ops(blocks.dtype, blocks.device) if ops is None else ops
+    def __init__(self, blocks: Blocks, cache: SlotCache, *, moves_weights: bool = False) -> None:
+        """Fuses the projections of blocks on one device; takes the fastest element-wise operations."""
+        self._cache, self._ops = cache, elementwise_ops(blocks.dtype, blocks.device)
         self._layers = [
             _Layer(index, block, blocks.dtype, moves_weights=moves_weights) for index, block in enumerate(blocks.blocks)
         ]
@@ -164,9 +314,26 @@ class TorchBlocks:
         layers = self._layers[: work.num_layers]
         if work.num_layers is not None and len(layers) < work.num_layers:
             raise PassError(f"the pass goes through {work.num_layers} blocks, the target has {len(layers)}.")
-        ops, turns = self._ops, Turns(work.token_positions, x.dtype)
+        x, delta, boundaries = self._through(layers, x, Turns(work.token_positions, x.dtype), layout, side)
+        x, final = self._ops.add_and_norm(x, delta, self._final_norm)
+        boundaries += [x, final]
+        has_features = taps and work.num_layers is None
+        return final, torch.stack([boundaries[tap] for tap in taps], dim=1) if has_features else None
+
+    def append(self, x: Tensor, work: Pass, layout: AttentionLayout, side: Tensor | None = None) -> None:
+        """Runs a pass without the rest of the last block after its keys and values."""
+        turns, last = Turns(work.token_positions, x.dtype), self._layers[-1]
+        x, delta, _ = self._through(self._layers[:-1], x, turns, layout, side)
+        _, normed = self._ops.add_and_norm(x, delta, last.block.attention_norm)
+        joined = last.key_value(self._with_side(last.block, normed, side))
+        TorchOps().rotate_and_write(Projected(joined, 0, last.index, turns, layout), last.block, self._cache)
+
+    def _through(
+        self, layers: Sequence[_Layer], x: Tensor, turns: Turns, layout: AttentionLayout, side: Tensor | None
+    ) -> tuple[Tensor, Tensor | None, list[Tensor]]:
+        """Returns the residual stream, what is yet to be added to it, and the input of each block."""
+        ops, boundaries = self._ops, list[Tensor]()
         delta: Tensor | None = None
-        boundaries = []
         for layer in layers:
             block = layer.block
             x, normed = ops.add_and_norm(x, delta, block.attention_norm)
@@ -175,37 +342,19 @@ class TorchBlocks:
             delta = self._normed(self._attention(layer, normed, turns, layout), block.attention_post_norm)
             x, normed = ops.add_and_norm(x, delta, block.mlp_norm)
             delta = self._normed(layer.mlp(normed, ops), block.mlp_post_norm)
-        x, final = ops.add_and_norm(x, delta, self._final_norm)
-        boundaries += [x, final]
-        has_features = taps and work.num_layers is None
-        return final, torch.stack([boundaries[tap] for tap in taps], dim=1) if has_features else None
-
-    def append(self, x: Tensor, work: Pass, layout: AttentionLayout, side: Tensor | None = None) -> None:
-        """Runs a pass without the rest of the last block after its keys and values."""
-        ops, turns = self._ops, Turns(work.token_positions, x.dtype)
-        *before, last = self._layers
-        for layer in before:
-            block = layer.block
-            normed = self._with_side(block, self._normed(x, block.attention_norm), side)
-            delta = self._normed(self._attention(layer, normed, turns, layout), block.attention_post_norm)
-            x, normed = ops.add_and_norm(x, delta, block.mlp_norm)
-            x, _ = ops.add_and_norm(x, self._normed(layer.mlp(normed, ops), block.mlp_post_norm), None)
-        normed = self._with_side(last.block, self._normed(x, last.block.attention_norm), side)
-        joined = last.key_value(normed)
-        TorchOps().rotate_and_write(Projected(joined, 0, last.index, turns, layout), last.block, self._cache)
+        return x, delta, boundaries
 
     def _attention(self, layer: _Layer, normed: Tensor, turns: Turns, layout: AttentionLayout) -> Tensor:
         """Returns the output projection of attention, see `_projected`; writes the layer's keys and values."""
         block, spec = layer.block, layer.block.spec
         projected = Projected(layer.query_key_value(normed), spec.num_heads, layer.index, turns, layout)
         query = self._ops.rotate_and_write(projected, block, self._cache)
-        mixed = tree_attention(
+        attended = tree_attention(
             query, self._cache.keys[layer.index], self._cache.values[layer.index], layout, scale=spec.attention_scale,
             window=spec.window, softcap=spec.softcap,
         )  # fmt: skip
-        return _projected(
-            layer.output, mixed.flatten(1), in_parts=self._ops.sums_parts and not block.attention_post_norm
-        )
+        in_parts = self._ops.sums_parts and not block.attention_post_norm
+        return _projected(layer.output, attended.flatten(1), in_parts=in_parts)
 
     def _with_side(self, block: Block, normed: Tensor, side: Tensor | None) -> Tensor:
         """Returns the input of attention: (M, E), or (M, 2 E) with a second input."""
@@ -270,13 +419,13 @@ class TorchExperts:
         weights, chosen = scores.softmax(-1, dtype=wide).topk(experts.top_k, dim=-1)
         if experts.is_normalized:
             weights = weights / weights.sum(-1, keepdim=True)
-        total = x.new_zeros(x.shape, dtype=wide)
-        for expert in sorted(set(chosen.flatten().tolist())):
-            tokens, ranks = (chosen == expert).nonzero(as_tuple=True)
-            up = functional.linear(x[tokens], self._gate_up[expert])
+
+        def output_of(expert: int, inputs: Tensor) -> Tensor:
+            up = functional.linear(inputs, self._gate_up[expert])
             out = functional.linear(ops.activate(up, self._activation, is_gated=True), self._down[expert])
-            total.index_add_(0, tokens, out.to(wide) * weights[tokens, ranks, None])
-        return total.to(x.dtype)
+            return out.to(wide)
+
+        return mixed(x, chosen, weights, output_of, wide).to(x.dtype)
 
 
 class StockDecoder:
@@ -285,13 +434,11 @@ class StockDecoder:
     name = "lean-stock"
     is_exact = False
 
-    def __init__(
-        self, weights: LeanWeights, cache: SlotCache, taps: Sequence[Tap], *, ops: TorchOps | None = None
-    ) -> None:
-        """Fuses the projections; raises `UnsuitableError` if a tap does not exist. `ops`: None for the fastest."""
+    def __init__(self, weights: LeanWeights, cache: SlotCache, taps: Sequence[Tap]) -> None:
+        """Fuses the projections; raises `UnsuitableError` if a tap does not exist."""
         self._weights, self._embedding = weights, Matrix(weight=weights.embedding).dense()
         self._taps = tap_indices(taps, weights.num_layers)
-        self._blocks = TorchBlocks(weights.layers, cache, moves_weights=not weights.is_borrowed, ops=ops)
+        self._blocks = TorchBlocks(weights.layers, cache, moves_weights=not weights.is_borrowed)
         self._head = _head(weights)
         self._tensors = list(weights.tensors())
 

@@ -65,21 +65,9 @@ def commit_rows(store: Tensor, slots: Tensor, prefix: Tensor, path: Tensor, num_
     do_not_specialize_on_alignment=["slots", "prefix", "path", "num_accepted"],
 )
 def _commit_kernel(
-    store: tl.tensor,
-    slots: tl.tensor,
-    prefix: tl.tensor,
-    path: tl.tensor,
-    num_accepted: tl.tensor,
-    max_depth: tl.tensor,
-    heads: tl.tensor,
-    width: tl.tensor,
-    stride_l: tl.tensor,
-    stride_s: tl.tensor,
-    stride_h: tl.tensor,
-    stride_c: tl.tensor,
-    BLOCK_ROWS: tl.constexpr,
-    BLOCK_W: tl.constexpr,
-) -> None:
+    store, slots, prefix, path, num_accepted, max_depth, heads, width, stride_l, stride_s, stride_h, stride_c,
+    BLOCK_ROWS: tl.constexpr, BLOCK_W: tl.constexpr,
+):  # fmt: skip
     """Moves some columns of the rows of one head and sequence, a block of rows at a time, in order.
 
     Row i moves from s(i) = path[i] to d(i) = 1 + i, counted from the root's row. A path ascends from at least 1, so

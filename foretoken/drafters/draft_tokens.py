@@ -26,7 +26,7 @@ from foretoken.formats.draft_vocabulary import DraftVocabulary
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from foretoken.decoder.head_rows import HeadRows
+    from foretoken.decoder.native_linear import HeadRows
     from foretoken.models.loaded import LoadedModel
 
 VocabSize = Annotated[int, Field(ge=1)] | Literal["auto", "all"]

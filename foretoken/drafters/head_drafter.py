@@ -20,12 +20,12 @@ from foretoken.core.sampling_params import SamplingParams
 from foretoken.core.token_tree import TokenTree
 from foretoken.decoder.base import UnsuitableError
 from foretoken.decoder.block_stack import BlockStack
-from foretoken.decoder.native_head import HeadKernels
 from foretoken.drafters.base import READ_SHARE, TargetReads, TreeOption
 from foretoken.drafters.captured import CapturedExpansion
 from foretoken.drafters.draft_tokens import VocabularyOptions
 from foretoken.drafters.head_features import LastFeatures, WaitingFeatures
 from foretoken.drafters.levels import KeptDraws, QuantizationOption, SampleMethod, with_quantization
+from foretoken.drafters.native.heads import HeadKernels
 from foretoken.drafters.windows import PartialRows
 from foretoken.formats.checkpoint import HeadCheckpoint, TargetFingerprint
 from foretoken.formats.files import local_head

@@ -24,12 +24,12 @@ from typing_extensions import override
 from foretoken.core.backend import runs_cpu_kernels
 from foretoken.core.passes import Pass
 from foretoken.decoder.base import UnsuitableError
-from foretoken.decoder.native_head import AutoregressiveKernels
 from foretoken.drafters.captured import CapturedExpansion, Prefixes
 from foretoken.drafters.falcon import FalconDrafter
 from foretoken.drafters.head_drafter import HeadDrafter, HeadOptions
 from foretoken.drafters.head_features import StackFeatures
 from foretoken.drafters.levels import LevelPasses
+from foretoken.drafters.native.heads import AutoregressiveKernels
 from foretoken.drafters.spire import SpireDrafter
 from foretoken.heads.hydra import HydraConfig
 from foretoken.trees.choices import TreeShape

@@ -21,7 +21,9 @@ from foretoken.core.passes import Pass
 from foretoken.core.token_tree import common_prefix_len
 from foretoken.decoder.base import UnsuitableError
 from foretoken.decoder.cuda_graphs import GraphDecoder, captured_nodes
+from foretoken.decoder.native import NativeBlocks
 from foretoken.drafters.captured import CapturedExpansion, Prefixes
+from foretoken.drafters.native.trees import draft_trees
 from foretoken.runner.runner import Runner
 from foretoken.sampling.draft_draws import DraftDraws
 from foretoken.trees.dynamic import begin_expansion
@@ -102,9 +104,10 @@ class TreeDrafts:
             root. Node i has the i-th cache row behind the root's.
         """
         # The decoder feeds the ids that it chooses, so a map of vocabularies needs the loop over levels.
-        if self._mapping is None and self._runner.has_tree_drafting:
+        if self._mapping is None and isinstance(self._runner.decoder, NativeBlocks):
             begun = begin_expansion(shape, roots, draws)
-            if self._runner.draft_trees(replace(work, num_layers=self._num_layers), begun, vocab_size=self._vocab_size):
+            cut = replace(work, num_layers=self._num_layers)
+            if draft_trees(self._runner, cut, begun, vocab_size=self._vocab_size):
                 return begun, begun.fed_nodes()
         if self._decoder is not self._runner.decoder:  # another one follows writes to the weights
             self._decoder, self._expand = self._runner.decoder, self._expansion()

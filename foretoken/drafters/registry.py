@@ -33,7 +33,7 @@ _Dated = tuple[tuple[str, int | None], ...]  # folders, and when each has change
 # Files that methods share, and those of methods of `heads`, which holds all methods with a network.
 _SHARED = {
     "base", "captured", "datastore", "draft_tokens", "falcon", "guesses", "head_drafter", "head_features", "heads",
-    "levels", "registry", "self_drafts", "spire", "suffix_tree", "text_draft", "vocabularies", "windows",
+    "levels", "native", "registry", "self_drafts", "spire", "suffix_tree", "text_draft", "vocabularies", "windows",
 }  # fmt: skip
 # A tool of benchmarks that needs the answer: by its exact name only.
 _TOOLS = {"oracle"}

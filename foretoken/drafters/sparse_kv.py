@@ -28,7 +28,8 @@ from torch import Tensor
 from foretoken.core.backend import reads_are_free
 from foretoken.core.errors import ConfigError
 from foretoken.core.token_tree import TokenTree
-from foretoken.decoder.quantized import QuantizedModule, bytes_per_weight
+from foretoken.decoder.quantized import bytes_per_weight
+from foretoken.decoder.quantized_modules import QuantizedModule
 from foretoken.drafters.base import TargetReads
 from foretoken.drafters.guesses import Lookups, ModelGuesses
 from foretoken.drafters.levels import QuantizationOption, draft_runner

@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from foretoken.core.passes import Tap
-    from foretoken.decoder.native_head import AutoregressiveSteps, HeadSteps
     from foretoken.decoder.quantized import Quantization
+    from foretoken.heads.steps import AutoregressiveSteps, HeadSteps
     from foretoken.models.parts import TargetParts
 
 

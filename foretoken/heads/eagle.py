@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from foretoken.decoder.native_head import AutoregressiveSteps
 from foretoken.heads.base import AutoregressiveConfig, AutoregressiveHead, BlockInputs
 from foretoken.heads.decoder_layer import DecoderLayer, Placement
+from foretoken.heads.steps import AutoregressiveSteps
 
 if TYPE_CHECKING:
     from foretoken.models.parts import TargetParts

@@ -18,9 +18,10 @@ from torch import Tensor, nn
 from torch.nn.functional import embedding, rms_norm
 from typing_extensions import override
 
-from foretoken.decoder.native_head import AutoregressiveSteps, LmHead, ScaledEmbedding
+from foretoken.decoder.blocks import LmHead, ScaledEmbedding
 from foretoken.heads.base import AutoregressiveConfig, AutoregressiveHead, BlockInputs, BlockOutputs
 from foretoken.heads.decoder_layer import DecoderLayer, Placement
+from foretoken.heads.steps import AutoregressiveSteps
 
 if TYPE_CHECKING:
     from foretoken.core.passes import Tap

@@ -14,9 +14,10 @@ from torch import Tensor, nn
 from torch.nn.functional import silu
 from typing_extensions import override
 
-from foretoken.decoder.native_head import HeadStep, HeadSteps, LmHead
+from foretoken.decoder.blocks import LmHead
 from foretoken.decoder.native_linear import fast_linear, linear_layer
 from foretoken.heads.base import StepHead, StepHeadConfig, stacked_layers
+from foretoken.heads.steps import HeadStep, HeadSteps
 
 if TYPE_CHECKING:
     from foretoken.decoder.quantized import Quantization

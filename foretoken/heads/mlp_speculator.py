@@ -18,8 +18,9 @@ from torch import Tensor, nn
 from torch.nn.functional import gelu
 from typing_extensions import override
 
-from foretoken.decoder.native_head import BiasedNorm, HeadStep, HeadSteps, LmHead, ScaledEmbedding
+from foretoken.decoder.blocks import LmHead, ScaledEmbedding
 from foretoken.heads.base import IN_PLACE, StepHead, StepHeadConfig, WindowPositions
+from foretoken.heads.steps import BiasedNorm, HeadStep, HeadSteps
 
 if TYPE_CHECKING:
     from foretoken.heads.decoder_layer import Placement

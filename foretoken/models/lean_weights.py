@@ -26,9 +26,7 @@ from foretoken.decoder.blocks import (
     Rotary,
 )
 from foretoken.decoder.memory import is_plain
-from foretoken.decoder.quantized import QuantizedLinear
-from foretoken.decoder.quantized_embedding import QuantizedEmbedding, embedding_table
-from foretoken.decoder.quantized_experts import QuantizedExperts
+from foretoken.decoder.quantized_modules import QuantizedEmbedding, QuantizedExperts, QuantizedLinear, embedding_table
 from foretoken.models.architectures import LEAN_ARCHITECTURES, LeanArchitecture
 from foretoken.models.borrowed import foreign_call
 

@@ -14,7 +14,7 @@ from foretoken.core.backend import runs_cpu_kernels
 from foretoken.core.checks import shown
 from foretoken.core.errors import ModelError, nearest_name_hint, one_line
 from foretoken.decoder.memory import in_own_memory, plain_tensors
-from foretoken.decoder.native_storage import can_store_blocks
+from foretoken.decoder.quantized import can_store_blocks
 from foretoken.decoder.slot_cache import free_bytes
 from foretoken.models.config import TWIN_KEY, TwinRecord, read_twin_record
 

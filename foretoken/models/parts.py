@@ -11,11 +11,10 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from foretoken.core.errors import ModelError
-from foretoken.decoder.head_rows import HeadRows
-from foretoken.decoder.native_head import LmHead, ScaledEmbedding
-from foretoken.decoder.native_linear import NativeLinear, fast_linear, linear_layer
-from foretoken.decoder.quantized import Quantization, QuantizedLinear
-from foretoken.decoder.quantized_embedding import QuantizedEmbedding, embedding_table, is_plain_embedding
+from foretoken.decoder.blocks import LmHead, ScaledEmbedding
+from foretoken.decoder.native_linear import HeadRows, NativeLinear, fast_linear, linear_layer
+from foretoken.decoder.quantized import Quantization
+from foretoken.decoder.quantized_modules import QuantizedEmbedding, QuantizedLinear, embedding_table, is_plain_embedding
 from foretoken.models.lean_weights import read_weights
 
 if TYPE_CHECKING:

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from foretoken.decoder.quantized import QuantizedLinear, round_rows, rounded_inputs
+from foretoken.decoder.quantized import round_rows, rounded_inputs
+from foretoken.decoder.quantized_modules import QuantizedLinear
 from foretoken.models.borrowed import copies_of_empty_parts
 from foretoken.models.forward_pass import ATTENTION_NAME
 from foretoken.models.generic import find_blocks, first_output, own_attention

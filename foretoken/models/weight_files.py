@@ -12,8 +12,7 @@ import transformers
 from safetensors import safe_open
 
 from foretoken.core.errors import ModelError, listed
-from foretoken.decoder.quantized import QuantizedLinear
-from foretoken.decoder.quantized_experts import QuantizedExperts
+from foretoken.decoder.quantized_modules import QuantizedExperts, QuantizedLinear
 from foretoken.models.config import check_architecture, indexed_files, read_config, read_headers
 from foretoken.models.names import part_names
 

@@ -7,9 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from foretoken.core.errors import ConfigError, ModelError
-from foretoken.decoder.quantized import QuantizedLinear
-from foretoken.decoder.quantized_embedding import QuantizedEmbedding
-from foretoken.decoder.quantized_experts import QuantizedExperts
+from foretoken.decoder.quantized_modules import QuantizedEmbedding, QuantizedExperts, QuantizedLinear
 from foretoken.models.config import check_architecture
 from foretoken.models.loaded import DTYPES
 from foretoken.models.loading import load_config

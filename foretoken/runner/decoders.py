@@ -21,9 +21,9 @@ from foretoken.core.backend import has_cuda_graphs, has_cuda_runtime
 from foretoken.core.errors import ModelError
 from foretoken.decoder.base import UnsuitableError
 from foretoken.decoder.cuda_graphs import GraphDecoder
-from foretoken.decoder.head_rows import HeadRows
 from foretoken.decoder.library import kernels_version
 from foretoken.decoder.native import NativeDecoder
+from foretoken.decoder.native_linear import HeadRows
 from foretoken.decoder.slot_cache import LayerShape
 from foretoken.decoder.torch_blocks import StockDecoder
 from foretoken.files.user_cache import KeptEntries

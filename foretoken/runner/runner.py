@@ -27,7 +27,6 @@ from foretoken.core.backend import is_out_of_memory
 from foretoken.core.errors import ConfigError, ModelError, PassError, RequestError, nearest_name_hint
 from foretoken.core.passes import Pass
 from foretoken.core.token_tree import MAX_NODES
-from foretoken.decoder.base import TreeDrafting
 from foretoken.decoder.slot_cache import GRANULE, SlotCache, affordable_rows
 from foretoken.models.borrowed import WeightWrites
 from foretoken.runner.costs import CostWatch, pass_costs
@@ -50,11 +49,10 @@ if TYPE_CHECKING:
     from foretoken.core.passes import Tap
     from foretoken.core.token_tree import TokenTree
     from foretoken.decoder.base import Decoder, PassOutput
-    from foretoken.decoder.head_rows import HeadRows
+    from foretoken.decoder.native_linear import HeadRows
     from foretoken.decoder.quantized import Quantization
     from foretoken.models.loaded import LoadedModel
     from foretoken.runner.costs import PassCosts
-    from foretoken.trees.dynamic import ShapedExpansion
 
 _TIE = 1.05  # costs within this ratio differ by noise alone; a choice, as repeated bursts scatter by a few percent
 _TREE_TOKENS = 2  # of a verification; a choice: published acceptance lengths are 2 to 4, but not every tree is drafted
@@ -318,7 +316,7 @@ class Runner:
             context_len=self.context_len,
             costs=partial(pass_costs, model) if costs is None else costs,
         )
-        self._use(decoder)
+        self.decoder: Decoder = decoder
         self._watch = CostWatch(model, decoder.name)
         self._writes.leave_out_written()
 
@@ -371,7 +369,7 @@ class Runner:
         decoder, self.head_rows = drafting_decoder(
             self.name, self.model, self.cache, self._taps, quantization=quantization, head_tokens=head_tokens
         )
-        self._use(decoder)
+        self.decoder = decoder
         self.quantization = quantization
 
     def follow_weights(self) -> bool:
@@ -389,7 +387,7 @@ class Runner:
         if self.quantization is not None or self.head_rows is not None:
             self.draft_with(self.quantization, None if self.head_rows is None else self.head_rows.tokens)
         elif self.name != "generic":  # `generic` keeps no copies
-            self._use(DECODERS[self.name](self.model, self.cache, self._taps))
+            self.decoder = DECODERS[self.name](self.model, self.cache, self._taps)
         self._writes.mark_known()
         return True
 
@@ -409,27 +407,11 @@ class Runner:
         Raises `PassError` if the rows do not fit the cache, or the pass does not fit the model.
         """
         if self._watch.is_over or self.quantization is not None or self.head_rows is not None:
-            return self.decoder.run(self._placed(work))
+            return self.decoder.run(self.placed(work))
         begin = time.perf_counter()
-        output = self.decoder.run(self._placed(work))
+        output = self.decoder.run(self.placed(work))
         self._watch.saw(work, time.perf_counter() - begin)
         return output
-
-    @property
-    def has_tree_drafting(self) -> bool:
-        """Whether the decoder has `TreeDrafting.draft_trees`, though perhaps not for every tree."""
-        return self._tree_drafting is not None
-
-    def draft_trees(self, work: Pass, expansion: ShapedExpansion, *, vocab_size: int) -> bool:
-        """Computes a pass that ends with the roots of trees, and the trees below them, in one call if the decoder can.
-
-        See `TreeDrafting.draft_trees`. Returns whether the trees were drafted; if not, nothing has changed.
-        """
-        decoder = self._tree_drafting
-        return decoder is not None and decoder.draft_trees(
-            self._placed(work, num_drafted=expansion.num_fed), expansion, vocab_size=vocab_size,
-            last_position=self.last_position,
-        )  # fmt: skip
 
     def prefill(self, slot: int, tokens: Sequence[int], start: int) -> Tensor | None:
         """Feeds up to `prefill_chunk` prompt tokens of one sequence, from position `start` on, without logits.
@@ -467,11 +449,11 @@ class Runner:
         """Copies the first `length` rows of slot `source` to `slot`; both texts begin with the same tokens."""
         self.cache.copy_rows(source, slot, length)
 
-    def _use(self, decoder: Decoder) -> None:
-        self.decoder = decoder
-        self._tree_drafting = decoder if isinstance(decoder, TreeDrafting) else None
+    def placed(self, work: Pass, num_drafted: int = 0) -> Pass:
+        """Returns a pass with the places of its slots in the cache, for a decoder.
 
-    def _placed(self, work: Pass, num_drafted: int = 0) -> Pass:
+        Raises `PassError` if slots lack rows for the pass, and for `num_drafted` nodes behind it.
+        """
         if work.tables is not None:
             return work
         cache, ends = self.cache, work.node_offsets

@@ -26,7 +26,7 @@ from foretoken.core.backend import is_out_of_memory
 from foretoken.core.errors import ForetokenError, ModelError, foreign_errors_as, one_line
 from foretoken.core.passes import Pass
 from foretoken.core.token_tree import TokenTree, TreeRow
-from foretoken.decoder.quantized import QuantizedLinear
+from foretoken.decoder.quantized_modules import QuantizedLinear
 from foretoken.models.forward_pass import current_pass
 from foretoken.models.generic import find_blocks, first_output, run_plain
 from foretoken.models.lean_weights import read_weights

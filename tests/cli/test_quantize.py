@@ -20,7 +20,8 @@ from safetensors.torch import load_file, save_file
 from tiny_models import tiny_model
 
 from foretoken import LLM, SamplingParams
-from foretoken.decoder.quantized import QuantizedLinear, round_groups, round_rows
+from foretoken.decoder.quantized import round_groups, round_rows
+from foretoken.decoder.quantized_modules import QuantizedLinear
 from foretoken.models.loading import load_model
 from foretoken.models.making import calibration, writing
 from foretoken.models.making.calibration import Calibration, gptq

@@ -5,7 +5,6 @@ Slow because kernels are compiled for each instruction set, once on a machine.
 
 from __future__ import annotations
 
-import doctest
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -14,12 +13,12 @@ import pytest
 import torch
 from decoder.instruction_sets import INSTRUCTION_SETS, kernels_for
 from decoder.slow_blocks import Slow
+from limits import threads
 from torch import Tensor
 
 from foretoken.core.errors import PassError
 from foretoken.core.passes import Pass
 from foretoken.core.token_tree import TokenTree, TreeRow
-from foretoken.decoder import block_stack
 from foretoken.decoder.base import UnsuitableError
 from foretoken.decoder.block_stack import BlockStack
 from foretoken.decoder.blocks import Block, Blocks, BlockSpec, Experts, FeedForward, Matrix, Norm, Rotary, Side
@@ -168,6 +167,24 @@ def assert_close(found: Tensor, expected: Tensor, backend: str) -> None:
     assert (found.double() - expected).abs().max() <= tolerance * expected.abs().max()
 
 
+def one_by_one(stack: BlockStack, layers: Blocks, text: Tensor) -> Tensor:
+    """The output of each row of a text behind those before it, on one thread."""
+    work = [chains([1], slots=[0], prefix_lens=[t]) for t in range(len(text))]
+    with threads(1):
+        return torch.cat([stack.run(part, work[t], side_of(layers, part)) for t, part in enumerate(text.split(1))])
+
+
+def assert_exact(layers: Blocks, quantization: Any = None) -> None:
+    """Rows alone on one thread and beside other sequences on two have the same bits."""
+    made: Any = {"num_slots": SLOTS, "capacity": CAPACITY, "backend": "native", "quantization": quantization}
+    text = numbers(9, E, seed=74, scale=1.0)
+    fed, work = torch.cat([text, numbers(7, E, seed=75)]), chains([9, 5, 2], slots=[1, 0, 2], prefix_lens=[0, 0, 0])
+    with threads(2):
+        found = BlockStack(layers, **made).run(fed, work, side_of(layers, fed))
+    assert found.dtype == layers.dtype
+    assert torch.equal(found[:9], one_by_one(BlockStack(layers, **made), layers, text))
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("option", OPTIONS)
 def test_every_option_is_the_formula(option: str, backend: str) -> None:
@@ -233,23 +250,7 @@ def test_an_accepted_path_is_committed(backend: str) -> None:
 @pytest.mark.parametrize("option", OPTIONS)
 def test_native_blocks_are_exact(option: str) -> None:
     """In bfloat16, alone on one thread and beside others on two: the same bits."""
-    layers, threads = in_dtype(two(OPTIONS[option]), torch.bfloat16), torch.get_num_threads()
-    text = numbers(9, E, seed=74, scale=1.0)
-    alone = BlockStack(layers, num_slots=SLOTS, capacity=CAPACITY, backend="native")
-    company = BlockStack(layers, num_slots=SLOTS, capacity=CAPACITY, backend="native")
-    try:
-        torch.set_num_threads(1)
-        one = [
-            alone.run(part, chains([1], slots=[0], prefix_lens=[t]), side_of(layers, part))
-            for t, part in enumerate(text.split(1))
-        ]
-        torch.set_num_threads(2)
-        fed, work = torch.cat([text, numbers(7, E, seed=75)]), chains([9, 5, 2], slots=[1, 0, 2], prefix_lens=[0, 0, 0])
-        found = company.run(fed, work, side_of(layers, fed))
-    finally:
-        torch.set_num_threads(threads)
-    assert found.dtype == torch.bfloat16
-    assert torch.equal(torch.cat(one), found[:9])
+    assert_exact(in_dtype(two(OPTIONS[option]), torch.bfloat16))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -265,12 +266,6 @@ def test_a_second_input_on_every_instruction_set(instruction_set: str, dtype: to
             found = stack.run(part, chains([end - start], slots=[0], prefix_lens=[start]), side_of(layers, part))
             tolerance = 2e-5 if dtype == torch.float32 else 0.05
             assert (found.double() - expected[start:end]).abs().max() <= tolerance * expected.abs().max()
-
-
-def test_the_example() -> None:
-    result = doctest.testmod(block_stack)
-    assert result.attempted > 8
-    assert not result.failed
 
 
 def test_the_fastest_backend_is_taken() -> None:

@@ -10,6 +10,7 @@ import torch
 from decoder.instruction_sets import INSTRUCTION_SETS, kernels_for
 from decoder.slow_blocks import Slow
 from decoder.test_block_stack import E, block, chains, in_dtype, matrix, numbers
+from limits import threads
 from pairwise import slow_products
 from torch import Tensor
 
@@ -90,12 +91,8 @@ def read(stored: Tensor) -> Tensor:
 
 
 def on_threads(count: int, made: NativeBlocks, work: Pass, rows: Tensor) -> Any:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
+    with threads(count):
         return made.run(work, rows)
-    finally:
-        torch.set_num_threads(threads)
 
 
 def tree_pass(slot: int, prefix: int) -> Pass:
@@ -115,15 +112,15 @@ def test_a_path_of_a_tree_has_the_bits_of_committed_tokens(spec: dict[str, Any],
     ]
     expected = torch.cat(alone)
     assert expected.isfinite().all()
-    for threads in (1, 2, 3):
+    for count in (1, 2, 3):
         cache.poison(1, prefix)
-        first = on_threads(threads, made, chains([1], slots=[1], prefix_lens=[prefix]), rows[:1]).features
+        first = on_threads(count, made, chains([1], slots=[1], prefix_lens=[prefix]), rows[:1]).features
         assert torch.equal(first, expected[:1])
         cache.poison(1, prefix)
-        found = on_threads(threads, made, tree_pass(1, prefix), rows).features
+        found = on_threads(count, made, tree_pass(1, prefix), rows).features
         assert torch.equal(found[PATH], expected)
         cache.poison(1, prefix)
-        chunk = on_threads(threads, made, chains([len(PATH)], slots=[1], prefix_lens=[prefix]), rows[PATH]).features
+        chunk = on_threads(count, made, chains([len(PATH)], slots=[1], prefix_lens=[prefix]), rows[PATH]).features
         assert torch.equal(chunk, expected)
 
 
@@ -181,8 +178,8 @@ def test_attention_weights(spec: dict[str, Any], dtype: torch.dtype, is_rounded:
     assert found.attention.shape == expected.shape
     assert (found.attention - expected).abs().max() <= TOLERANCE[dtype] * expected.max()
     assert ((found.attention == 0) | (expected > 0)).all(), "only rows that some token sees have weights"
-    for threads in (2, 3):
-        again = on_threads(threads, made, asked, rows)
+    for count in (2, 3):
+        again = on_threads(count, made, asked, rows)
         assert torch.equal(again.attention, found.attention)
         assert torch.equal(again.features, made.run(work, rows).features)
     assert made.run(work, rows).attention is None

@@ -8,7 +8,7 @@ import pytest
 import torch
 from decoder.instruction_sets import INSTRUCTION_SETS, kernels_for
 from decoder.slow_blocks import Slow
-from decoder.test_block_stack import E, block, chains, in_dtype, matrix, numbers
+from decoder.test_block_stack import E, block, chains, in_dtype, matrix, numbers, one_by_one
 from torch import Tensor
 
 from foretoken.core.passes import Pass
@@ -52,19 +52,6 @@ def stack_of(layers: Blocks) -> BlockStack:
     return BlockStack(layers, num_slots=2, capacity=CAPACITY, backend="native")
 
 
-def one_by_one(layers: Blocks, rows: Tensor) -> Tensor:
-    """What each row gives behind those before it, on one thread."""
-    stack = stack_of(layers)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        return torch.cat(
-            [stack.run(row, chains([1], slots=[0], prefix_lens=[t])) for t, row in enumerate(rows.split(1))]
-        )
-    finally:
-        torch.set_num_threads(threads)
-
-
 @pytest.mark.parametrize("window", [None, 11])
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 2), (3, 3), (6, 1), (20, 2)])
 @pytest.mark.parametrize("size", [5, 32, 40])
@@ -77,7 +64,7 @@ def test_a_path_of_a_tree_has_the_bits_of_a_chain(size: int, heads: int, kv_head
     tree = TokenTree.from_rows([TreeRow([0] * len(PARENTS), PARENTS)])
     found.append(stack.run(nodes, Pass.of_tree(tree, slots=[1], prefix_lens=[PREFIX], last_position=CAPACITY - 1)))
     for path in (FIRST, SECOND):
-        alone = one_by_one(layers, torch.cat([prompt, nodes[path]]))
+        alone = one_by_one(stack_of(layers), layers, torch.cat([prompt, nodes[path]]))
         assert torch.equal(found[0], alone[:PREFIX])
         assert torch.equal(found[1][path], alone[PREFIX:])
 

@@ -27,8 +27,9 @@ from foretoken.decoder.blocks import Block, Blocks, BlockSpec, Experts, LeanWeig
 from foretoken.decoder.native import NativeBlocks
 from foretoken.decoder.native_linear import NativeLinear
 from foretoken.decoder.quantized import QuantizedMatrix, quantized
-from foretoken.decoder.quantized_experts import quantized_parts
+from foretoken.decoder.quantized_modules import quantized_parts
 from foretoken.decoder.slot_cache import LayerShape, SlotCache
+from foretoken.drafters.native import heads, trees
 from foretoken.models.lean_weights import read_weights
 from foretoken.models.loading import wrap_model
 from foretoken.runner import runner
@@ -190,7 +191,7 @@ def test_a_second_input_that_does_not_fit(sides: Any) -> None:
 
 def test_no_assert_guards_memory() -> None:
     """`python -O` removes them: none stands before the kernels."""
-    for module in (native, native_model, passes, native_linear, library, runner):
+    for module in (native, native_model, passes, native_linear, library, runner, heads, trees):
         tree = ast.parse(Path(module.__file__).read_text(encoding="utf-8"))
         assert not [node for node in ast.walk(tree) if isinstance(node, ast.Assert)], module.__name__
 
@@ -384,7 +385,7 @@ def test_a_workspace_that_cannot_be_had() -> None:
     made = blocks()
     for nodes in (2**40, 2**56, 2**62, 2**63 - 1):
         with pytest.raises(PassError, match=f"there is no memory for a pass of {nodes} nodes"):
-            made._take_workspace(nodes, 1)
+            made.workspaces.take(made._workspace_bytes(nodes, 1, 0), f"a pass of {nodes} nodes")
 
 
 @pytest.mark.skipif(IS_SANITIZED, reason="the sanitizers need more address space than there is")

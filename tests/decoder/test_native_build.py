@@ -18,7 +18,7 @@ from foretoken.core.passes import Pass
 from foretoken.core.sampling_params import SamplingParams
 from foretoken.core.token_tree import TokenTree, TreeRow
 from foretoken.decoder import library
-from foretoken.decoder.native_linear import NativeLinear, fast_linear
+from foretoken.drafters.native.trees import draft_trees
 from foretoken.models.loading import wrap_model
 from foretoken.runner.runner import Runner
 from foretoken.sampling.batch import SamplingBatch, SamplingRequest
@@ -47,22 +47,6 @@ def script(path: Path, text: str) -> str:
 
 def llama_runner(kind: str = "auto") -> Runner:
     return Runner(wrap_model(tiny_model("llama"), name="tiny llama"), num_slots=1, runner=kind)
-
-
-def test_it_compiles_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
-    """With a compiler that takes no time, as it hands out what the machine's own has made."""
-    library.native_library()
-    library.native_library.cache_clear()  # what was compiled just now was loaded from a directory that is gone
-    made, log = library.native_library()._name, tmp_path / "log"
-    fresh = request.getfixturevalue("fresh")
-    hand_out = f'echo called >> {log}\nfor last; do :; done; cp {made} "$last"'
-    monkeypatch.setenv("CXX", script(tmp_path / "compiler", hand_out))
-    for _ in range(2):
-        library.native_library.cache_clear()
-        assert llama_runner("lean-native").name == "lean-native"
-    assert log.read_text() == "called\n"
-    assert sorted(path.suffix for path in fresh.iterdir()) == [".sha256", ".so"], "nothing unfinished is left"
-    assert {stat.S_IMODE(path.stat().st_mode) & 0o077 for path in (fresh, *fresh.iterdir())} == {0}
 
 
 @pytest.mark.parametrize(
@@ -113,47 +97,6 @@ def test_no_compiler_at_all(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogC
     assert "there is no C++ compiler for its kernels. Install one, such as g++." in caplog.text
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("num_tokens", [1, 2, 3, 4, 5, 16, 33, 70])
-@pytest.mark.parametrize(("rows", "cols"), [(1, 1), (7, 33), (24, 64), (50, 100), (131, 31), (96, 4100)])
-def test_small_batch_gemm(rows: int, cols: int, num_tokens: int, dtype: torch.dtype) -> None:
-    """Against float64, with sizes around every block: rows, tokens and the length of a sum."""
-    generator = torch.Generator().manual_seed(rows + cols)
-    weight = torch.randn(rows, cols, generator=generator).to(dtype)
-    x = torch.randn(num_tokens, cols, generator=generator).to(dtype)
-    bias = torch.randn(rows, generator=generator).to(dtype)
-    got = NativeLinear(weight, bias)(x)
-    exact = x.double() @ weight.double().T + bias.double()
-    scale = x.double().abs() @ weight.double().abs().T + bias.double().abs()
-    assert ((got - exact).abs() / scale).max() < 1e-6
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("lead", [(1,), (2,), (3, 4), (0,)])
-@pytest.mark.parametrize("has_bias", [False, True])
-def test_a_linear_layer(lead: tuple[int, ...], has_bias: bool, dtype: torch.dtype) -> None:
-    layer = torch.nn.Linear(33, 50, bias=has_bias, dtype=dtype)
-    x = torch.randn(*lead, 33).to(dtype)
-    got = fast_linear(layer)(x)
-    assert isinstance(fast_linear(layer), NativeLinear)
-    assert got.dtype == torch.float32
-    bias = 0.0 if layer.bias is None else layer.bias.double()
-    torch.testing.assert_close(got.double(), x.double() @ layer.weight.double().T + bias, rtol=1e-4, atol=1e-4)
-
-
-def test_layers_that_are_not_for_native_kernels() -> None:
-    """Other dtypes, transposed weights and subclasses stay what they are."""
-    transposed = torch.nn.Linear(4, 6)
-    transposed.weight = torch.nn.Parameter(torch.randn(4, 6).T)
-
-    class Scaled(torch.nn.Linear):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return 2 * super().forward(x)
-
-    for layer in (torch.nn.Linear(4, 6, dtype=torch.float64), transposed, Scaled(4, 6), torch.nn.Identity()):
-        assert fast_linear(layer) is layer
-
-
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="names a generation of x86 processors")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("architecture", ["qwen3", "gemma2", "qwen3_moe"])
@@ -167,7 +110,7 @@ def test_older_processors(architecture: str, dtype: torch.dtype, monkeypatch: py
         older = Runner(model, num_slots=1, max_nodes=8, runner="lean-native")
     finally:
         library.native_library.cache_clear()
-    assert older.decoder._library is not newer.decoder._library
+    assert older.decoder.library is not newer.decoder.library
     tree = TokenTree.from_rows([TreeRow([5, 6, 7, 8, 9], [-1, 0, 0, 1, 3])])
     for made in (newer, older):
         made.prefill(0, [3, 4, 5, 6, 7, 8, 9, 10, 11], 0)
@@ -187,7 +130,7 @@ def drafted_tree(made: Runner) -> TokenTree:
     draws = DraftDraws.build(batch, [False], torch.tensor([9]))
     expansion = TreeExpansion(TreeShape.cartesian((2, 2)), torch.tensor([5]), draws)
     root = Pass.of_chains([[5]], slots=[0], prefix_lens=[9], has_last_logits=True)
-    assert made.draft_trees(root, expansion, vocab_size=made.vocab_size)
+    assert draft_trees(made, root, expansion, vocab_size=made.vocab_size)
     return expansion.finish([0], [2], [5])
 
 
@@ -224,7 +167,7 @@ def test_the_best_kernels_that_a_processor_runs(
 
 def test_processors_are_named_as_torch_names_them() -> None:
     """A misspelt name would never fit."""
-    text = library._SOURCE.with_name("processors.txt").read_text()
+    text = (library._KERNELS / "processors.txt").read_text()
     lines = [line for line in text.splitlines() if not line.startswith("#")]
     needed = {name for line in lines for name in line.split("|")[1].split()}
     assert needed
@@ -238,11 +181,11 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.F
     library.native_library()
     library.native_library.cache_clear()  # what was compiled just now was loaded from a directory that is gone
     made, folder = Path(library.native_library()._name), tmp_path / "kernels"
-    shutil.copytree(library._SOURCE.parent, folder)
+    shutil.copytree(library._KERNELS, folder)
     name = library._fitting_processors()[0].name
     shutil.copy(made, folder / f"decoder-{name}.so")
     request.getfixturevalue("fresh")
-    monkeypatch.setattr(library, "_SOURCE", folder / library._SOURCE.name)
+    monkeypatch.setattr(library, "_KERNELS", folder)
     return folder / f"decoder-{name}.so"
 
 

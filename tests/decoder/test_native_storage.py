@@ -12,9 +12,8 @@ from gguf import GGMLQuantizationType as Type
 from models.gguf_files import SCALES, random_blocks
 
 from foretoken.core.errors import ModelError
-from foretoken.decoder import native_storage
 from foretoken.decoder import quantized as quantized_module
-from foretoken.decoder.quantized import QuantizedMatrix, quantized
+from foretoken.decoder.quantized import KINDS, QuantizedMatrix, quantized, store_blocks
 from foretoken.models.stored.gguf_blocks import FORMATS
 from foretoken.models.stored.gguf_file import GgufFile, read_gguf
 
@@ -36,12 +35,11 @@ def written(path: Path, type_: Type, blocks: np.ndarray) -> GgufFile:
 
 
 def without_kernels(patch: pytest.MonkeyPatch) -> None:
-    for module in (native_storage, quantized_module):
-        patch.setattr(module, "library_or_none", lambda: None)
+    patch.setattr(quantized_module, "library_or_none", lambda: None)
 
 
 @pytest.mark.parametrize("is_ordered", [False, True])
-@pytest.mark.parametrize("kind", native_storage.KINDS)
+@pytest.mark.parametrize("kind", KINDS)
 def test_the_kernels_store_what_torch_stores(
     kind: str, is_ordered: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -67,7 +65,7 @@ def test_the_kernels_store_what_torch_stores(
     assert theirs.unique().numel() > 50
 
 
-@pytest.mark.parametrize("kind", native_storage.KINDS)
+@pytest.mark.parametrize("kind", KINDS)
 def test_scales_that_are_not_finite_are_found(kind: str, tmp_path: Path) -> None:
     blocks = random_blocks(ROWS, 256, Type[kind])
     last = blocks.reshape(-1, FORMATS[kind].num_bytes)[-1]
@@ -109,9 +107,9 @@ def test_a_matrix_of_another_form_is_refused() -> None:
         (ROWS, 96), bits=4, group=32, dtype=torch.float32, scale_dtype=torch.float32, has_offsets=True
     )
     with pytest.raises(ValueError, match="Q4_K does not fit the matrix: SHAPE"):
-        native_storage.store_blocks(matrix, torch.zeros(1 << 16, dtype=torch.uint8), "Q4_K", None)
+        store_blocks(matrix, torch.zeros(1 << 16, dtype=torch.uint8), "Q4_K", None)
     with pytest.raises(ValueError, match="Q4_1 does not fit the matrix: SHAPE"):
-        native_storage.store_blocks(matrix, torch.zeros(1 << 16, dtype=torch.uint8), "Q4_1", torch.arange(1, ROWS + 1))
+        store_blocks(matrix, torch.zeros(1 << 16, dtype=torch.uint8), "Q4_1", torch.arange(1, ROWS + 1))
 
 
 def test_codes_without_their_table_are_refused() -> None:
@@ -119,4 +117,4 @@ def test_codes_without_their_table_are_refused() -> None:
         (ROWS, 96), bits=8, group=32, dtype=torch.float32, scale_dtype=torch.float16, has_offsets=False
     )
     with pytest.raises(ValueError, match="IQ4_NL does not fit the matrix: MISSING"):
-        native_storage.store_blocks(matrix, torch.zeros(1 << 16, dtype=torch.uint8), "IQ4_NL", None)
+        store_blocks(matrix, torch.zeros(1 << 16, dtype=torch.uint8), "IQ4_NL", None)

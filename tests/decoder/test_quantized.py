@@ -9,7 +9,21 @@ from functools import cache
 import pytest
 import torch
 from decoder.instruction_sets import INSTRUCTION_SETS, kernels_for
-from decoder.test_block_stack import CAPACITY, OPTIONS, SLOTS, E, chains, in_dtype, numbers, side_of, slow_of, two
+from decoder.test_block_stack import (
+    CAPACITY,
+    OPTIONS,
+    SLOTS,
+    E,
+    assert_exact,
+    chains,
+    in_dtype,
+    numbers,
+    one_by_one,
+    side_of,
+    slow_of,
+    two,
+)
+from limits import threads
 from pairwise import slow_products
 from torch import Tensor
 
@@ -22,7 +36,7 @@ from foretoken.decoder.blocks import Block, Blocks, Experts, FeedForward, Matrix
 from foretoken.decoder.native_linear import NativeLinear
 from foretoken.decoder.panels import unpacked
 from foretoken.decoder.quantized import Quantization, QuantizedMatrix, quantized
-from foretoken.decoder.quantized_experts import quantized_parts, stacked
+from foretoken.decoder.quantized_modules import quantized_parts, stacked
 
 pytestmark = pytest.mark.native
 
@@ -330,23 +344,18 @@ def test_quantised_blocks_are_the_formula(option: str, quantization: Quantizatio
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_quantised_blocks_are_exact(dtype: torch.dtype, option: str, quantization: Quantization) -> None:
     """Alone on one thread and beside others on two: the same bits."""
-    layers, threads = in_dtype(two(OPTIONS[option]), dtype), torch.get_num_threads()
-    text = numbers(9, E, seed=74, scale=1.0)
-    alone, company = (
-        BlockStack(layers, num_slots=SLOTS, capacity=CAPACITY, quantization=quantization) for _ in range(2)
-    )
-    try:
-        torch.set_num_threads(1)
-        one = [
-            alone.run(part, chains([1], slots=[0], prefix_lens=[t]), side_of(layers, part))
-            for t, part in enumerate(text.split(1))
-        ]
-        torch.set_num_threads(2)
-        fed, work = torch.cat([text, numbers(7, E, seed=75)]), chains([9, 5, 2], slots=[1, 0, 2], prefix_lens=[0, 0, 0])
-        found = company.run(fed, work, side_of(layers, fed))
-    finally:
-        torch.set_num_threads(threads)
-    assert torch.equal(torch.cat(one), found[:9])
+    assert_exact(in_dtype(two(OPTIONS[option]), dtype), quantization)
+
+
+def assert_exact_at(layers: Blocks, counts: tuple[int, ...]) -> None:
+    """Tokens in passes of these sizes on two threads, and each alone on one, have the same bits."""
+    text, made = numbers(40, E, seed=74, scale=1.0), {"num_slots": SLOTS, "capacity": CAPACITY}
+    alone, company = one_by_one(BlockStack(layers, **made), layers, text), BlockStack(layers, **made)
+    assert company.backend == "native"
+    with threads(2):
+        for count in counts:
+            found = company.run(text[:count], chains([count], slots=[1], prefix_lens=[0]))
+            assert torch.equal(found, alone[:count]), count
 
 
 # Formats of gate, up and down: offsets in one of two matrices with the same inputs; these in 4 and in 8 bits.
@@ -370,21 +379,7 @@ def test_layers_are_exact_in_every_format(name: str, inner: int) -> None:
     layers = in_dtype(two(OPTIONS["as llama"]), torch.bfloat16)
     kinds = [made, made | {"up": Matrix(weight=dense)}]  # in the second block, with a dense one
     blocks = [replace(each, mlp=FeedForward(**own)) for each, own in zip(layers.blocks, kinds, strict=True)]
-    text, threads = numbers(40, E, seed=74, scale=1.0), torch.get_num_threads()
-    alone, company = (
-        BlockStack(Blocks(blocks=blocks, final_norm=layers.final_norm), num_slots=SLOTS, capacity=CAPACITY)
-        for _ in range(2)
-    )
-    assert company.backend == "native"
-    try:
-        torch.set_num_threads(1)
-        one = [alone.run(part, chains([1], slots=[0], prefix_lens=[t])) for t, part in enumerate(text.split(1))]
-        torch.set_num_threads(2)
-        for count in (2, 5, 16, 21, 40):
-            found = company.run(text[:count], chains([count], slots=[1], prefix_lens=[0]))
-            assert torch.equal(found, torch.cat(one[:count])), count
-    finally:
-        torch.set_num_threads(threads)
+    assert_exact_at(Blocks(blocks=blocks, final_norm=layers.final_norm), (2, 5, 16, 21, 40))
 
 
 @pytest.mark.parametrize(
@@ -404,17 +399,7 @@ def test_experts_are_exact_in_every_format(name: str, inner: int, instruction_se
                   down=stacked(down), top_k=2, is_normalized=True)  # fmt: skip
     layers = in_dtype(two(OPTIONS["as llama"]), dtype)
     blocks = Blocks(blocks=[replace(layers.blocks[0], mlp=mlp)], final_norm=None)
-    text, threads = numbers(40, E, seed=74, scale=1.0), torch.get_num_threads()
-    alone, company = (BlockStack(blocks, num_slots=SLOTS, capacity=CAPACITY) for _ in range(2))
-    try:
-        torch.set_num_threads(1)
-        one = [alone.run(part, chains([1], slots=[0], prefix_lens=[t])) for t, part in enumerate(text.split(1))]
-        torch.set_num_threads(2)
-        for tokens in (2, 7, 21, 40):
-            found = company.run(text[:tokens], chains([tokens], slots=[1], prefix_lens=[0]))
-            assert torch.equal(found, torch.cat(one[:tokens])), tokens
-    finally:
-        torch.set_num_threads(threads)
+    assert_exact_at(blocks, (2, 7, 21, 40))
 
 
 def test_stacked_matrices_differ_in_scales_alone() -> None:

@@ -18,7 +18,7 @@ from foretoken.decoder.base import UnsuitableError
 from foretoken.decoder.blocks import LeanWeights
 from foretoken.decoder.native import NativeBlocks
 from foretoken.decoder.quantized import QuantizedMatrix
-from foretoken.decoder.quantized_embedding import QuantizedEmbedding
+from foretoken.decoder.quantized_modules import QuantizedEmbedding
 from foretoken.decoder.slot_cache import LayerShape, SlotCache
 from foretoken.decoder.torch_blocks import StockDecoder
 from foretoken.models.lean_weights import read_weights

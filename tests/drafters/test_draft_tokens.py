@@ -17,8 +17,9 @@ from tiny_models import VOCAB_SIZE, tiny_model
 from foretoken import SamplingParams
 from foretoken.core.errors import ConfigError
 from foretoken.core.passes import Pass
-from foretoken.decoder.head_rows import HeadRows
-from foretoken.decoder.quantized import QuantizedLinear, quantized
+from foretoken.decoder.native_linear import HeadRows
+from foretoken.decoder.quantized import quantized
+from foretoken.decoder.quantized_modules import QuantizedLinear
 from foretoken.drafters.base import Committed
 from foretoken.drafters.draft_tokens import DraftTokens, VocabularyOptions
 from foretoken.drafters.registry import create_drafter, drafter_options

@@ -15,8 +15,8 @@ from tiny_models import tiny_model
 from foretoken import LLM, SamplingParams
 from foretoken.core.errors import ConfigError, ModelError
 from foretoken.core.token_tree import DrawKind
-from foretoken.decoder.native_head import HeadKernels
 from foretoken.drafters.base import READ_SHARE, Committed, MeasuredDrafter
+from foretoken.drafters.native.heads import HeadKernels
 from foretoken.drafters.registry import create_drafter, drafter_options
 from foretoken.drafting.choice import choose_controller
 from foretoken.drafting.goodput import Goodput

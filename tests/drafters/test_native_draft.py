@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -16,7 +17,10 @@ from foretoken import LLM, SamplingParams
 from foretoken.core.errors import PassError
 from foretoken.core.passes import Pass
 from foretoken.core.token_tree import TokenTree
+from foretoken.decoder.native import NativeDecoder
+from foretoken.drafters.base import DraftContext
 from foretoken.drafters.draft_model import DraftModelDrafter
+from foretoken.drafters.native.trees import draft_trees
 from foretoken.models.loading import wrap_model
 from foretoken.runner.runner import Runner
 from foretoken.sampling.batch import SamplingBatch, SamplingRequest
@@ -58,9 +62,15 @@ def drafter(module: Any, dtype: torch.dtype, *, by_levels: bool = False, **optio
     """One on the native decoder that drafts in one call, or by levels."""
     made = attached(draft_model(module, **options)(), dtype=dtype, runner="lean-native")
     assert isinstance(made, DraftModelDrafter)
-    assert made._runner._tree_drafting is not None
+    assert isinstance(made._runner.decoder, NativeDecoder)
     if by_levels:
-        made._runner._tree_drafting = None
+        propose = made.propose
+
+        def proposed(asked: DraftContext) -> TokenTree:
+            with mock.patch("foretoken.drafters.levels.draft_trees", return_value=False):
+                return propose(asked)
+
+        made.propose = proposed  # type: ignore[method-assign]
     return made
 
 
@@ -249,7 +259,7 @@ def test_drafts_that_do_not_fit_are_refused(work: Pass, tree: TreeExpansion) -> 
     made = native()
     before = [layer.clone() for layer in made.cache.keys]
     with pytest.raises(PassError, match=r"Expected|needs"):
-        made.draft_trees(work, tree, vocab_size=VOCAB_SIZE)
+        draft_trees(made, work, tree, vocab_size=VOCAB_SIZE)
     assert all(torch.equal(a, b) for a, b in zip(before, made.cache.keys, strict=True))
     assert not tree.tokens[:, 1:].any()
-    assert made.draft_trees(chains(), expansion(TreeShape.chain(4)), vocab_size=VOCAB_SIZE)
+    assert draft_trees(made, chains(), expansion(TreeShape.chain(4)), vocab_size=VOCAB_SIZE)

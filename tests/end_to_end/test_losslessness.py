@@ -33,7 +33,7 @@ from tiny_models import tiny_model
 
 from foretoken import SamplingParams
 from foretoken.core.records import GenerationMetrics, StepRecord
-from foretoken.decoder.native_head import HeadKernels
+from foretoken.drafters.native.heads import HeadKernels
 
 DRAFTERS = {runner: drafters(dtype=dtype) for runner, dtype in RUNNERS.items()}
 TRACED = {"none", "draft tree", "draft itself dynamic", "heads", "hydra", "two lookups"}  # what traces cost, no more

@@ -17,9 +17,8 @@ from tiny_models import tiny_model
 
 from foretoken import LLM, SamplingParams
 from foretoken.core.errors import ConfigError, ModelError
-from foretoken.decoder.quantized import Quantization, QuantizedLinear, quantized
-from foretoken.decoder.quantized_embedding import QuantizedEmbedding
-from foretoken.decoder.quantized_experts import QuantizedExperts, is_plain_experts
+from foretoken.decoder.quantized import Quantization, quantized
+from foretoken.decoder.quantized_modules import QuantizedEmbedding, QuantizedExperts, QuantizedLinear, is_plain_experts
 from foretoken.formats.checkpoint import TargetFingerprint
 from foretoken.models.loading import load_model, wrap_model
 from foretoken.models.making.in_memory import quantize_model

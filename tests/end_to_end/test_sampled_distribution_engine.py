@@ -32,7 +32,7 @@ from tiny_models import tiny_model
 
 from foretoken import LLM, SamplingParams
 from foretoken.core.records import GenerationMetrics
-from foretoken.decoder.native_head import HeadKernels
+from foretoken.drafters.native.heads import HeadKernels
 from foretoken.drafting.base import Fixed
 from foretoken.drafting.drafting import DraftNoise
 from foretoken.engine.loop import Engine

@@ -23,12 +23,12 @@ from foretoken.core.passes import Pass
 from foretoken.core.sampling_params import SamplingParams
 from foretoken.decoder.base import UnsuitableError
 from foretoken.decoder.block_stack import BlockStack
-from foretoken.decoder.blocks import Norm
-from foretoken.decoder.native_head import AutoregressiveKernels, LmHead, ScaledEmbedding
+from foretoken.decoder.blocks import LmHead, Norm, ScaledEmbedding
 from foretoken.decoder.native_linear import NativeLinear
 from foretoken.decoder.quantized import Quantization
 from foretoken.drafters.captured import Prefixes
 from foretoken.drafters.levels import LevelPasses
+from foretoken.drafters.native.heads import AutoregressiveKernels
 from foretoken.heads.base import AutoregressiveHead, BlockOutputs, build_head
 from foretoken.heads.decoder_layer import LayerConfig
 from foretoken.heads.eagle import EagleConfig

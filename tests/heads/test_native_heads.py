@@ -18,9 +18,10 @@ from foretoken.core.sampling_params import SamplingParams
 from foretoken.core.token_tree import TokenTree
 from foretoken.decoder import library
 from foretoken.decoder.base import UnsuitableError
-from foretoken.decoder.native_head import HeadKernels, ScaledEmbedding
+from foretoken.decoder.blocks import ScaledEmbedding
 from foretoken.decoder.quantized import Quantization, QuantizedMatrix
 from foretoken.drafters.head_drafter import fill_by_steps
+from foretoken.drafters.native.heads import HeadKernels
 from foretoken.heads.base import Head, HeadConfig, build_head
 from foretoken.heads.decoder_layer import LayerConfig
 from foretoken.heads.hydra import HydraConfig
@@ -275,7 +276,7 @@ def test_what_does_not_fit_is_refused() -> None:
     head, parts = made("hydra", torch.float32)
     kernels = kernels_of(head, parts)
     for features in (torch.zeros(1, WIDTH + 1), torch.zeros(2, WIDTH), torch.zeros(1, WIDTH, dtype=torch.float64)):
-        with pytest.raises(PassError, match=r"features are .* Expected \(1, 32\) float32"):
+        with pytest.raises(PassError, match=r"features is .* Expected \(1, 32\) torch.float32"):
             kernels.fill(expansion_of(SHAPES["chain"], [GREEDY], torch.tensor([3])), features)
     for root in (-1, VOCAB_SIZE, 2**62):
         with pytest.raises(PassError, match=r"the roots are \[-?\d+\]\. Expected ids below 67"):

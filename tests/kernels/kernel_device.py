@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import fields
 from itertools import product
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from pairwise import pairwise
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from foretoken.core.token_tree import TokenTree
+from foretoken.decoder.base import PassOutput
+from foretoken.decoder.cuda_graphs import GraphDecoder
+from foretoken.decoder.torch_blocks import TritonOps
+from foretoken.models.lean_weights import read_weights
+from foretoken.trees.dynamic import DynamicExpansion
+from foretoken.trees.expansion import TreeExpansion
 
 DEVICE = "cuda" if os.environ.get("FORETOKEN_TEST_DEVICE") == "cuda" else "cpu"
 
@@ -40,6 +50,57 @@ class OnDevice(TorchDispatchMode):
         if is_new and result.numel() and result.dtype is not torch.uint8:  # the interpreter copies storages as bytes
             self.allocated.append(tuple(result.shape))
         return result
+
+
+class Rerun:
+    """Captures as a CUDA graph does, without one: a replay runs the function again, into the tensors of the first run.
+
+    A graph could not look at the contents of a tensor, and neither may a replay.
+    """
+
+    def __init__(self) -> None:
+        self.shapes: list[tuple[int, ...]] = []
+        self.num_runs = 0
+
+    @property
+    def num_captured(self) -> int:
+        return len(self.shapes)
+
+    def capture(self, run: Callable[[], Any]) -> Any:
+        first = run()
+        self.shapes.append(tuple(tensors_in(first)[0].shape))
+
+        def again() -> None:
+            self.num_runs += 1
+            with OnDevice():
+                second = run()
+            for place, content in zip(tensors_in(first), tensors_in(second), strict=True):
+                place.copy_(content)
+
+        return first, again
+
+
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    """Those that a graph returns, whatever they are in."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, list | tuple):
+        return [tensor for part in value for tensor in tensors_in(part)]
+    if isinstance(value, TreeExpansion | DynamicExpansion):
+        return tensors_in(list(vars(value).values()))
+    if isinstance(value, TokenTree):
+        return tensors_in([getattr(value, field.name) for field in fields(value)])
+    return tensors_in([value.logits, value.features]) if isinstance(value, PassOutput) else []
+
+
+def graph_decoder(capture: Any) -> Callable[..., GraphDecoder]:
+    """Makes the decoder "lean-graphs" with our kernels on any device."""
+
+    def made(model: Any, cache: Any, taps: Any) -> GraphDecoder:
+        with mock.patch("foretoken.decoder.torch_blocks.elementwise_ops", return_value=TritonOps()):
+            return GraphDecoder(read_weights(model, cache.capacity), cache, taps, capture=capture)
+
+    return made
 
 
 class GuardedMemory:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 import random
-from dataclasses import fields
 from typing import Any
 
 import pytest
@@ -20,55 +19,16 @@ from drafters.autoregressive_heads import drafter as head_drafter
 from drafters.drafting_contexts import attached, context
 from drafters.test_spire_drafter import drafter as spire_drafter
 from end_to_end.tiny_llms import draft_model, noisy
-from kernel_device import DEVICE, OnDevice
+from kernel_device import DEVICE, Rerun, graph_decoder
 from tiny_models import VOCAB_SIZE
 
 from foretoken import SamplingParams
 from foretoken.core.token_tree import TokenTree, TreeRow
-from foretoken.decoder.base import PassOutput
-from foretoken.decoder.cuda_graphs import GraphDecoder
-from foretoken.decoder.elementwise import TritonOps
 from foretoken.drafters.head_drafter import HeadDrafter
-from foretoken.models.lean_weights import read_weights
 from foretoken.runner.decoders import DECODERS
-from foretoken.trees.dynamic import DynamicExpansion
-from foretoken.trees.expansion import TreeExpansion
 
 if DEVICE == "cuda":
     pytest.skip("the drafters that it compares lie on the CPU", allow_module_level=True)
-
-
-class Rerun:
-    """Runs the function again, into the tensors of the first run, and lets it look at no content."""
-
-    def __init__(self) -> None:
-        self.num_captured = self.num_runs = 0
-
-    def capture(self, run: Any) -> Any:
-        self.num_captured += 1
-        first = run()
-
-        def again() -> None:
-            self.num_runs += 1
-            with OnDevice():
-                second = run()
-            for place, content in zip(tensors_in(first), tensors_in(second), strict=True):
-                place.copy_(content)
-
-        return first, again
-
-
-def tensors_in(value: Any) -> list[torch.Tensor]:
-    """Those that a graph returns, whatever they are in."""
-    if isinstance(value, torch.Tensor):
-        return [value]
-    if isinstance(value, list | tuple):
-        return [tensor for part in value for tensor in tensors_in(part)]
-    if isinstance(value, TreeExpansion | DynamicExpansion):
-        return tensors_in(list(vars(value).values()))
-    if isinstance(value, TokenTree):
-        return tensors_in([getattr(value, field.name) for field in fields(value)])
-    return tensors_in([value.logits, value.features]) if isinstance(value, PassOutput) else []
 
 
 def accepted(tree: TreeRow, dice: random.Random) -> list[int]:
@@ -92,13 +52,7 @@ def trees(monkeypatch: pytest.MonkeyPatch) -> Rerun:
     monkeypatch.setattr("foretoken.decoder.block_stack.runs_cpu_kernels", lambda device: False)
     monkeypatch.setattr("foretoken.decoder.block_stack.has_cuda_graphs", lambda device: True)
     monkeypatch.setattr("foretoken.decoder.block_stack.CudaGraphCapture", lambda device: Rerun())
-    monkeypatch.setitem(
-        DECODERS,
-        "lean-graphs",
-        lambda model, cache, taps: GraphDecoder(
-            read_weights(model, cache.capacity), cache, taps, capture=Rerun(), ops=TritonOps()
-        ),
-    )
+    monkeypatch.setitem(DECODERS, "lean-graphs", graph_decoder(Rerun()))
     return made
 
 

@@ -10,42 +10,19 @@ import torch
 
 pytest.importorskip("triton")
 
-from kernel_device import DEVICE, OnDevice, random_parents
+from kernel_device import DEVICE, Rerun, graph_decoder, random_parents
 from tiny_models import random_model, tiny_config
 
 from foretoken import LLM, SamplingParams
 from foretoken.core.errors import ModelError
 from foretoken.core.passes import Pass
 from foretoken.core.token_tree import TokenTree, TreeRow
-from foretoken.decoder.cuda_graphs import MAX_GRAPHS, CudaGraphCapture, GraphDecoder
-from foretoken.decoder.elementwise import TritonOps
-from foretoken.models.lean_weights import read_weights
+from foretoken.decoder.cuda_graphs import MAX_GRAPHS, CudaGraphCapture
 from foretoken.models.loading import wrap_model
 from foretoken.runner.decoders import DECODERS
 from foretoken.runner.runner import Runner
 
 CONTEXT_LEN, SLOTS = 32, 3
-
-
-class Rerun:
-    """Runs the function itself again, into the tensors of the first run: what a graph does, without one."""
-
-    def __init__(self):
-        self.num_captured = self.num_runs = 0
-
-    def capture(self, run):
-        self.num_captured += 1
-        first = run()
-
-        def again():
-            self.num_runs += 1
-            with OnDevice():  # a graph could not look at a tensor's content, and neither may this
-                output = run()
-            first.logits.copy_(output.logits)
-            if first.features is not None:
-                first.features.copy_(output.features)
-
-        return first, again
 
 
 @pytest.fixture
@@ -54,13 +31,7 @@ def capture(monkeypatch):
     made = CudaGraphCapture(torch.device(DEVICE)) if DEVICE == "cuda" else Rerun()
     monkeypatch.setattr("foretoken.decoder.cuda_graphs._LEAST_BOUND", 32)  # fewer programs for the interpreter
     monkeypatch.setattr("foretoken.decoder.torch_blocks.is_packable", lambda weight: False)  # as on a GPU
-    monkeypatch.setitem(
-        DECODERS,
-        "lean-graphs",
-        lambda model, cache, taps: GraphDecoder(
-            read_weights(model, cache.capacity), cache, taps, capture=made, ops=TritonOps()
-        ),
-    )
+    monkeypatch.setitem(DECODERS, "lean-graphs", graph_decoder(made))
     return made
 
 

@@ -16,7 +16,7 @@ from tiny_models import tiny_model
 
 from foretoken import LLM, SamplingParams
 from foretoken.core.errors import ModelError
-from foretoken.decoder.quantized_experts import QuantizedExperts
+from foretoken.decoder.quantized_modules import QuantizedExperts
 from foretoken.models.loading import load_model
 from foretoken.models.smaller import unpacked_model
 from foretoken.models.stored.building import build

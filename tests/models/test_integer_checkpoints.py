@@ -16,8 +16,7 @@ from safetensors.torch import save_file
 
 from foretoken import LLM, SamplingParams
 from foretoken.core.errors import ModelError
-from foretoken.decoder.quantized import QuantizedLinear
-from foretoken.decoder.quantized_experts import QuantizedExperts
+from foretoken.decoder.quantized_modules import QuantizedExperts, QuantizedLinear
 from foretoken.models.loading import load_model
 
 CT = "compressed-tensors"

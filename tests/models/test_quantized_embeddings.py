@@ -15,7 +15,7 @@ from torch import nn
 
 from foretoken.core.errors import ModelError
 from foretoken.decoder.quantized import Quantization, quantized
-from foretoken.decoder.quantized_embedding import QuantizedEmbedding
+from foretoken.decoder.quantized_modules import QuantizedEmbedding
 from foretoken.models.lean_weights import read_weights
 from foretoken.models.loaded import LoadedModel
 from foretoken.models.loading import wrap_model

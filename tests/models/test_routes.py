@@ -24,8 +24,8 @@ from tiny_models import tiny_model
 
 from foretoken import LLM, SamplingParams
 from foretoken.core.errors import ForetokenError, ModelError
-from foretoken.decoder.native_storage import can_store_blocks
-from foretoken.decoder.quantized import QuantizedLinear
+from foretoken.decoder.quantized import can_store_blocks
+from foretoken.decoder.quantized_modules import QuantizedLinear
 from foretoken.models.loaded import LoadedModel
 from foretoken.models.loading import load_model
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from foretoken.decoder.head_rows import HeadRows
+from foretoken.decoder.native_linear import HeadRows
 from foretoken.heads.base import IN_PLACE, AutoregressiveConfig, AutoregressiveHead, WindowPositions, build_head
 from foretoken.heads.decoder_layer import LayerConfig
 from foretoken.heads.eagle import EagleConfig

@@ -5,11 +5,10 @@
 #include <cmath>
 #include <cstdint>
 
-#include "attention_vectors.h"
+#include "cache_rows.h"
 #include "gemm.h"
 #include "tiles.h"
 #include "vectors.h"
-#include "views.h"
 
 namespace {
 

@@ -18,7 +18,7 @@
 #include "gemm.h"
 #include "integer_tiles.h"
 #include "interface.h"
-#include "rounded_inputs.h"
+#include "quantized.h"
 #include "rows.h"
 #include "tiles.h"
 #include "workspace.h"

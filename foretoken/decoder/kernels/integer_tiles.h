@@ -1,4 +1,4 @@
-// Products of weights and inputs in integers on matrix units (AMX), see `rounded_inputs.h`; and which way a matrix takes.
+// Products of weights and inputs in integers on matrix units (AMX), see `quantized.h`; and which way a matrix takes.
 //
 // A tile of inputs holds one digit of up to sixteen tokens, a tile of weights one panel; both cover the same 64 inputs, or
 // 32. Weights of fewer than 8 bits are decoded into int8 first, for all tokens.
@@ -17,7 +17,7 @@
 #include "gemm.h"
 #include "integers.h"
 #include "interface.h"
-#include "rounded_inputs.h"
+#include "quantized.h"
 #include "tiles.h"
 #include "vectors.h"
 

@@ -1,4 +1,4 @@
-// Products of weights and inputs in integers in vector registers, see `rounded_inputs.h`.
+// Products of weights and inputs in integers in vector registers, see `quantized.h`.
 //
 // Letters: M tokens, K inputs, D digits of an input; T tokens and P strips of rows, two, whose sums are in registers.
 #pragma once
@@ -14,7 +14,7 @@
 
 #include "gemm.h"
 #include "interface.h"
-#include "rounded_inputs.h"
+#include "quantized.h"
 #include "vectors.h"
 
 namespace {

@@ -1,4 +1,4 @@
-// Arguments of the kernels, in the memory layout of `library.py`, and their return codes.
+// Arguments of the kernels, in the memory layout of `arguments.py`, and their return codes.
 #pragma once
 
 #include <cstdint>
@@ -14,7 +14,7 @@ enum ScaleKind : int64_t { kFloat = 0, kHalf = 1, kCoded = 2 };
 //
 // Numbers stand in panels of 16 rows, the last one filled up with zeros, and cols are filled up to a multiple of 64. A
 // panel is a sequence of blocks of 64 bytes; bytes 4 r to 4 r + 3 of a block belong to row r. In 8 bits they are four
-// numbers side by side, a quad; for fewer bits see `packed.h`. Scales and offsets of groups are (panels, groups, 16),
+// numbers side by side, a quad; for fewer bits see `quantized.h`. Scales and offsets of groups are (panels, groups, 16),
 // and numbers for 256 weights (panels, cols / 256, 16).
 struct Matrix {
   const void* weight;
@@ -28,7 +28,7 @@ struct Matrix {
   int64_t group;                // weights side by side that share them: a power of 2 from 16 on, from 32 on in 5 bits
   int64_t scale_kind;           // a `ScaleKind`
   int64_t offsets_are_lowest;   // whether they are the weights of the lowest number, which is 0 then; in fewer than 8 bits
-  int64_t input_bits;        // of a rounded input: 8, 16 or 24; see `rounded_inputs.h`
+  int64_t input_bits;        // of a rounded input: 8, 16 or 24; see `quantized.h`
   int64_t input_group;       // inputs that share a scale, a power of 2 from 128 on; 0: all of a token
   const int32_t* input_order;  // (cols,): column k of the numbers is for input input_order[k]; null: for input k
 };
@@ -115,91 +115,6 @@ struct Pass {
   void* workspace;                       // of at least `foretoken_workspace_bytes`
 };
 
-// How the tokens of a sequence's draft are chosen, see `DraftDraws`; and how a token was chosen, see `DrawKind`.
-enum Draw : int64_t { kGreedily = 0, kCoupled = 1, kSampled = 2 };
-enum DrawKind : int64_t { kOneHot = 0, kIndependent = 1, kWithoutReplacement = 2 };
-
-// Draft trees of B sequences, all of one shape of N nodes: level by level, the children of a node side by side.
-//
-// Dynamic trees of D levels have nodes for the root and for the K best candidates of each level, which are expanded. K
-// is `num_candidates`, N = 1 + D K, and in the shape node i of a level is the child of node i of the level above. The
-// chosen candidates and their parents differ between sequences. All K candidates of all expanded nodes are kept, C = 1
-// + K + (D - 1) K K with the root. The last level is not expanded, and its nodes are not written.
-struct Draft {
-  int64_t num_sequences, num_nodes;
-  int64_t num_candidates;            // largest rank plus one
-  int64_t num_rows, vocab;           // R, V: sizes of `rows`
-  const int64_t *parents, *ranks;    // (N,), of the shape
-  const int64_t* draws;              // (B,) `Draw`
-  const float* inverse_temperature;  // (B,), not read for greedy drafts
-  const int64_t *seeds, *root_positions;  // (B,)
-  int64_t* tokens;                   // (B, N); the caller sets the roots
-  float* scores;                     // (B, N), log-probability of the path to a node; the caller sets the roots
-  int64_t *kinds, *row_of;           // (B, N); the caller sets the roots; both may be null if `rows` is
-  float* rows;                       // (B, R, V) draft distributions; null without sampled sequences, and for dynamic trees
-  // For dynamic trees, otherwise null:
-  int64_t *node_parents, *node_numbers;  // (B, N), of expanded nodes: parents, and numbers among the candidates; the caller sets the root
-  int64_t* candidates;               // (B, C) tokens, level by level, the best of each parent first; the caller sets the root
-  float* path_scores;                // (B, C), their `scores`; the caller sets the root
-  int64_t* candidate_parents;        // (B, C), the candidate that is the parent; the caller sets the root
-  // For paths that end early, otherwise null: only the first node of a level has children, and no level follows once
-  // every sequence has a path of such nodes whose estimate is below
-  // the floor of its depth. A token of draft probability q is estimated to be right with log-odds slope * log-odds(q) +
-  // intercept of its depth.
-  const float *floors, *intercepts;  // (levels,), by depth from 1; floors of log-probabilities
-  int64_t* lengths;                  // (B,), the depth at which each sequence's path falls below, or of its last node
-  float slope;
-};
-
-
-// A matrix with its dtype and bias; a null weight means no matrix.
-struct HeadMatrix {
-  Matrix matrix;
-  int64_t is_bfloat16;
-};
-
-enum HeadKind : int64_t {
-  kFromFeature = 0,  // Medusa: every step reads the feature alone
-  kFromPath = 1,     // Hydra: [feature; embeddings of the tokens drafted before]
-  kFromState = 2,    // MLP speculator: the state of the parent node, and the embedding of the node's token
-};
-
-// One step, for the children of the nodes of one depth. With y, the input of the LM head:
-//   kFromFeature: y = feature
-//   kFromPath:    a, b = halves of first(u), u the concatenation; y = a + silu(b)
-//   kFromState:   y = gelu(norm(first(state) + embedding_scale * embedding)), which is also the state
-// Then y <- y + silu(block(y)) for every block, and logits = lm_head(y), scaled and capped.
-struct HeadStep {
-  HeadMatrix first, lm_head;
-  Norm norm;                      // RMS norm with a bias
-  const HeadMatrix* blocks;
-  int64_t num_blocks;
-  HeadMatrix embedding;           // (tokens, E or W), without a bias
-  float embedding_scale;
-  float logit_scale, logit_softcap;  // scale 1: none, cap 0: none
-};
-
-struct Head {
-  int64_t kind, num_steps, hidden, width, vocab;  // E, W and V, the width of logits
-  const int64_t* token_map;                       // the token of each row of the LM heads; null: row i is token i
-  float feature_rms, feature_epsilon;             // kFromState: root mean square that features are scaled to; 0: no scaling
-  const HeadStep* steps;
-};
-
-// A head of one decoder block; the block's output x becomes the state of the next step. For a state s and the embedding
-// e of the next token, the block reads fuse([e; s]); without `fuse` it reads state_norm(s), and e as second input.
-// logits = lm_head(norm(x)), scaled and capped; the next state is x, or norm(x).
-struct AutoregressiveHead {
-  HeadMatrix fuse, lm_head;       // (E, 2 E), (Vd, E); E is the hidden size of the block
-  const int64_t* token_map;       // (Vd,), the token of each row of the LM head; null: row i is token i
-  int64_t vocab;                  // V, the width of logits
-  HeadMatrix embedding;           // (tokens, E), without a bias
-  int64_t feeds_normed;           // whether the next state is norm(x)
-  Norm norm, state_norm;          // (E,)
-  float embedding_scale;
-  float logit_scale, logit_softcap;  // scale 1: none, cap 0: none
-};
-
 // The kinds of blocks of GGUF files, see `stored_blocks.h`.
 enum BlockKind : int64_t {
   kQ4_0 = 0, kQ4_1, kQ5_0, kQ5_1, kQ8_0, kQ4_K, kQ5_K, kQ6_K, kQ2_K, kQ3_K, kIQ4_NL, kIQ4_XS, kMXFP4,
@@ -220,8 +135,8 @@ struct StoredBlocks {
 
 }  // extern "C"
 
-// The result of a call: 0, or the argument that would have led to a read or write out of bounds. `library.py` has
-// the same numbers.
+// The result of a call: 0, or the argument that would have led to a read or write out of bounds. `arguments.py`
+// has the same numbers.
 enum class Status : int64_t {
   kDone = 0,
   kNoMemory = 1,

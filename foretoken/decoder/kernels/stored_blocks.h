@@ -8,8 +8,7 @@
 #include <iterator>
 
 #include "interface.h"
-#include "packed.h"
-#include "rounded_inputs.h"
+#include "quantized.h"
 #include "rows.h"
 #include "vectors.h"
 

@@ -266,6 +266,18 @@ inline Lanes power_of_two(Lanes x) {  // 2^x, relative error below 3e-7; below -
 #endif
 }
 
+// The numerators of a softmax of two registers of scores: 2^(score * scale - top).
+struct Numerators {
+  Lanes first, second;
+
+  Numerators(Lanes first, Lanes second, float scale, float top) : first(of(first, scale, top)), second(of(second, scale, top)) {}
+
+ private:
+  static Lanes of(Lanes scores, float scale, float top) {
+    return power_of_two(multiply_add(scores, in_all_lanes(scale), -in_all_lanes(top)));
+  }
+};
+
 inline bool any_of(IntLanes flags) {  // whether a comparison holds in some lane
 #if defined(__AVX512F__)
   return _mm512_test_epi32_mask((__m512i)flags, (__m512i)flags) != 0;

@@ -8,7 +8,7 @@
 #include "attention.h"
 #include "gemm.h"
 #include "interface.h"
-#include "rounded_inputs.h"
+#include "quantized.h"
 
 namespace {
 
@@ -60,7 +60,7 @@ struct Workspace {
   int64_t *sequence;  // (M,), of each token
   int64_t *units;     // (S + 1,), the first portion of attention of each sequence
 
-  // Of experts, see `experts.h`: a token and one of its experts are a pair; there are P = M * top_k pairs.
+  // Of experts, see `ExpertLayer`: a token and one of its experts are a pair; there are P = M * top_k pairs.
   float *router;                                // (M, num_experts)
   float *weights;                               // (P,)
   int64_t *chosen, *places, *tokens, *experts;  // (P,)
@@ -82,42 +82,42 @@ struct Workspace {
     }
     const int64_t padded_M = size < 0 ? 0 : most_inputs(M);
     const int64_t padded_pairs = size < 0 ? 0 : pairs + std::min(pairs, model.num_experts) * (kMostTokens - 1);
-    take(base, residual, M, model.hidden);
-    take(base, query, M, q);
-    take(base, key, M, kv);
-    take(base, value, M, kv);
-    take(base, gate, M, model.intermediate);
-    take(base, up, M, model.intermediate);
-    take(base, branch, model.has_post_norms ? M : 0, model.hidden);
-    take(base, rotated, M, kMostPerQuery * model.heads * SharedAttention<T>::Engine::Queries::padded(model.head_dim));
-    take(base, normed, padded_M, MatrixInputs<T>::padded(attention_width(model)));
-    take(base, mixed, padded_M, MatrixInputs<T>::padded(q));
-    take(base, inner, padded_M, MatrixInputs<T>::padded(model.intermediate));
-    take(base, rounded, has_integers(model) ? padded_M : 0, rounded_bytes(std::max({attention_width(model), q, model.intermediate})));
+    take(base, size, residual, M, model.hidden);
+    take(base, size, query, M, q);
+    take(base, size, key, M, kv);
+    take(base, size, value, M, kv);
+    take(base, size, gate, M, model.intermediate);
+    take(base, size, up, M, model.intermediate);
+    take(base, size, branch, model.has_post_norms ? M : 0, model.hidden);
+    take(base, size, rotated, M, kMostPerQuery * model.heads * SharedAttention<T>::Engine::Queries::padded(model.head_dim));
+    take(base, size, normed, padded_M, MatrixInputs<T>::padded(attention_width(model)));
+    take(base, size, mixed, padded_M, MatrixInputs<T>::padded(q));
+    take(base, size, inner, padded_M, MatrixInputs<T>::padded(model.intermediate));
+    take(base, size, rounded, has_integers(model) ? padded_M : 0, rounded_bytes(std::max({attention_width(model), q, model.intermediate})));
     using Attention = SharedAttention<T>;
     const int64_t softmax = Softmax<T>::size(model.head_dim), block = Attention::kQueries * kBlock;
-    take(base, attention.scores, threads, block);
-    take(base, attention.weights, threads, block);
-    take(base, attention.packed, threads, Attention::Engine::packed(model.head_dim));
-    take(base, attention.block, threads, softmax);
-    take(base, attention.totals, threads, Attention::kMostQueries / Attention::kQueries * softmax);
-    take(base, attention.loaded, size < 0 ? -1 : threads, HeadRows<T>::size(model, size < 0 ? 0 : M));
-    take(base, scratch, size < 0 ? -1 : threads * Attention::kMostQueries, M);
-    take(base, parts, model.kv_heads, blocks_of(model.capacity) * softmax);
+    take(base, size, attention.scores, threads, block);
+    take(base, size, attention.weights, threads, block);
+    take(base, size, attention.packed, threads, Attention::Engine::packed(model.head_dim));
+    take(base, size, attention.block, threads, softmax);
+    take(base, size, attention.totals, threads, Attention::kMostQueries / Attention::kQueries * softmax);
+    take(base, size, attention.loaded, size < 0 ? -1 : threads, HeadRows<T>::size(model, size < 0 ? 0 : M));
+    take(base, size, scratch, size < 0 ? -1 : threads * Attention::kMostQueries, M);
+    take(base, size, parts, model.kv_heads, blocks_of(model.capacity) * softmax);
     num_kept = std::min<int64_t>(Attention::kMostQueries, std::min(weighed, M) * group_size(model));
-    take(base, kept, threads * num_kept, Attention::kept(model.capacity));
-    for (int32_t** each : {&runs, &every}) take(base, *each, M, 1);
-    take(base, sequence, M, 1);
-    take(base, units, padded_M + 1, 1);
-    take(base, router, M, model.num_experts);
-    take(base, weights, pairs, 1);
-    for (int64_t** each : {&chosen, &places, &tokens, &experts}) take(base, *each, pairs, 1);
-    for (int64_t** each : {&starts, &blocks}) take(base, *each, model.num_experts + 1, 1);
-    for (float** each : {&pair_gate, &pair_up}) take(base, *each, pairs, model.expert_intermediate);
-    take(base, pair_out, pairs, model.hidden);
-    take(base, pair_inputs, padded_pairs, MatrixInputs<T>::padded(model.hidden));
-    take(base, pair_inner, padded_pairs, MatrixInputs<T>::padded(model.expert_intermediate));
-    take(base, pair_rounded, has_integers(model) ? padded_pairs : 0, rounded_bytes(std::max(model.hidden, model.expert_intermediate)));
+    take(base, size, kept, threads * num_kept, Attention::kept(model.capacity));
+    for (int32_t** each : {&runs, &every}) take(base, size, *each, M, 1);
+    take(base, size, sequence, M, 1);
+    take(base, size, units, padded_M + 1, 1);
+    take(base, size, router, M, model.num_experts);
+    take(base, size, weights, pairs, 1);
+    for (int64_t** each : {&chosen, &places, &tokens, &experts}) take(base, size, *each, pairs, 1);
+    for (int64_t** each : {&starts, &blocks}) take(base, size, *each, model.num_experts + 1, 1);
+    for (float** each : {&pair_gate, &pair_up}) take(base, size, *each, pairs, model.expert_intermediate);
+    take(base, size, pair_out, pairs, model.hidden);
+    take(base, size, pair_inputs, padded_pairs, MatrixInputs<T>::padded(model.hidden));
+    take(base, size, pair_inner, padded_pairs, MatrixInputs<T>::padded(model.expert_intermediate));
+    take(base, size, pair_rounded, has_integers(model) ? padded_pairs : 0, rounded_bytes(std::max(model.hidden, model.expert_intermediate)));
   }
 
   AttentionSpace<T> attention_of(const Model& model, int64_t M, int64_t thread) const {
@@ -126,12 +126,6 @@ struct Workspace {
     return {attention.scores + thread * block, attention.weights + thread * block, attention.packed + thread * Attention::Engine::packed(head_dim),
             attention.block + thread * softmax, attention.totals + thread * Attention::kMostQueries / Attention::kQueries * softmax,
             attention.loaded + thread * HeadRows<T>::size(model, M)};
-  }
-
- private:
-  template <class E>
-  void take(void* base, E*& part, int64_t rows, int64_t cols) {
-    ::take(base, size, part, rows, cols);
   }
 };
 

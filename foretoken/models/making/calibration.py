@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from foretoken.core.checks import require
 from foretoken.core.errors import ModelError, foreign_errors_as, one_line
 from foretoken.decoder.native_linear import linear_layer
-from foretoken.decoder.quantized_experts import is_plain_experts, mixed
+from foretoken.decoder.quantized_modules import is_plain_experts, mixed
 from foretoken.models.generic import find_blocks, first_output
 from foretoken.models.making.writing import Quantized, quantize_linear
 from foretoken.models.stored import PARTS

@@ -12,9 +12,15 @@ from foretoken.core.backend import runs_cpu_kernels
 from foretoken.core.checks import shown
 from foretoken.core.errors import ConfigError, ModelError
 from foretoken.decoder.base import UnsuitableError
-from foretoken.decoder.quantized import Quantization, QuantizedLinear, QuantizedMatrix, is_int4, quantized
-from foretoken.decoder.quantized_embedding import QuantizedEmbedding, is_plain_embedding
-from foretoken.decoder.quantized_experts import QuantizedExperts, is_plain_experts, quantized_parts
+from foretoken.decoder.quantized import Quantization, QuantizedMatrix, is_int4, quantized
+from foretoken.decoder.quantized_modules import (
+    QuantizedEmbedding,
+    QuantizedExperts,
+    QuantizedLinear,
+    is_plain_embedding,
+    is_plain_experts,
+    quantized_parts,
+)
 from foretoken.models.borrowed import foreign_call
 from foretoken.models.loaded import HASHED_ROWS, LoadedModel, gather_weights
 

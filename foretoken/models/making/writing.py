@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from foretoken.core.errors import ConfigError, ModelError, listed
 from foretoken.decoder.quantized import round_groups, round_rows
-from foretoken.decoder.quantized_experts import is_plain_experts
+from foretoken.decoder.quantized_modules import is_plain_experts
 from foretoken.files.atomic_files import is_begun, new_file, told_as, write_file
 from foretoken.files.bounded_reads import TensorHeader, read_json_object, tensor_headers
 from foretoken.files.processes import is_lock, run_lock

@@ -21,9 +21,14 @@ from transformers.utils.logging import disable_progress_bar
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from foretoken.core.errors import ModelError, foreign_errors_as, listed, one_line
-from foretoken.decoder.quantized import QuantizedLinear, QuantizedMatrix
-from foretoken.decoder.quantized_embedding import QuantizedEmbedding
-from foretoken.decoder.quantized_experts import QuantizedExperts, is_plain_experts, stacked
+from foretoken.decoder.quantized import QuantizedMatrix
+from foretoken.decoder.quantized_modules import (
+    QuantizedEmbedding,
+    QuantizedExperts,
+    QuantizedLinear,
+    is_plain_experts,
+    stacked,
+)
 from foretoken.models.stored import OWN_METHOD, PARTS, experts_of
 
 if TYPE_CHECKING:

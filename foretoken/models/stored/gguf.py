@@ -24,9 +24,8 @@ from torch import Tensor, nn
 from foretoken.core.errors import ModelError, foreign_errors_as, listed
 from foretoken.decoder.blocks import Block, Blocks, BlockSpec, FeedForward, LeanWeights, Matrix, Norm, Rotary
 from foretoken.decoder.native_linear import linear_layer
-from foretoken.decoder.quantized import QuantizedLinear, QuantizedMatrix
-from foretoken.decoder.quantized_embedding import is_plain_embedding
-from foretoken.decoder.quantized_experts import is_plain_experts
+from foretoken.decoder.quantized import QuantizedMatrix
+from foretoken.decoder.quantized_modules import QuantizedLinear, is_plain_embedding, is_plain_experts
 from foretoken.models.architectures import ARCHITECTURES, GgufArchitecture, LeanArchitecture
 from foretoken.models.stored import PARTS, StoredModel, experts_of, label_of_inputs
 from foretoken.models.stored.gguf_config import BLOCK, LONG_ROPE_FACTORS, ROPE_FACTORS, Settings, read_settings, refusal

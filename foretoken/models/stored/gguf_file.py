@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from foretoken.core.errors import ModelError
-from foretoken.decoder.native_storage import can_store_blocks, store_blocks
-from foretoken.decoder.quantized import QuantizedMatrix
+from foretoken.decoder.quantized import QuantizedMatrix, can_store_blocks, store_blocks
 from foretoken.models.stored.gguf_blocks import FORMATS
 from foretoken.models.stored.gguf_header import DENSE_TYPES, GgufHeader, StoredTensor, damaged, opened, read_headers
 

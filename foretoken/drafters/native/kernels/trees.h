@@ -24,6 +24,24 @@
 #include "rows.h"
 #include "workspace.h"
 
+extern "C" {
+
+// A head of one decoder block; the block's output x becomes the state of the next step. For a state s and the embedding
+// e of the next token, the block reads fuse([e; s]); without `fuse` it reads state_norm(s), and e as second input.
+// logits = lm_head(norm(x)), scaled and capped; the next state is x, or norm(x).
+struct AutoregressiveHead {
+  HeadMatrix fuse, lm_head;       // (E, 2 E), (Vd, E); E is the hidden size of the block
+  const int64_t* token_map;       // (Vd,), the token of each row of the LM head; null: row i is token i
+  int64_t vocab;                  // V, the width of logits
+  HeadMatrix embedding;           // (tokens, E), without a bias
+  int64_t feeds_normed;           // whether the next state is norm(x)
+  Norm norm, state_norm;          // (E,)
+  float embedding_scale;
+  float logit_scale, logit_softcap;  // scale 1: none, cap 0: none
+};
+
+}  // extern "C"
+
 namespace {
 
 // Most nodes of one depth, and most of them with children; shapes list nodes level by level.

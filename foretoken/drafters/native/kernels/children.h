@@ -18,6 +18,46 @@
 #include "vectors.h"
 #include "workspace.h"
 
+extern "C" {
+
+// How the tokens of a sequence's draft are chosen, see `DraftDraws`; and how a token was chosen, see `DrawKind`.
+enum Draw : int64_t { kGreedily = 0, kCoupled = 1, kSampled = 2 };
+enum DrawKind : int64_t { kOneHot = 0, kIndependent = 1, kWithoutReplacement = 2 };
+
+// Draft trees of B sequences, all of one shape of N nodes: level by level, the children of a node side by side.
+//
+// Dynamic trees of D levels have nodes for the root and for the K best candidates of each level, which are expanded. K
+// is `num_candidates`, N = 1 + D K, and in the shape node i of a level is the child of node i of the level above. The
+// chosen candidates and their parents differ between sequences. All K candidates of all expanded nodes are kept, C = 1
+// + K + (D - 1) K K with the root. The last level is not expanded, and its nodes are not written.
+struct Draft {
+  int64_t num_sequences, num_nodes;
+  int64_t num_candidates;            // largest rank plus one
+  int64_t num_rows, vocab;           // R, V: sizes of `rows`
+  const int64_t *parents, *ranks;    // (N,), of the shape
+  const int64_t* draws;              // (B,) `Draw`
+  const float* inverse_temperature;  // (B,), not read for greedy drafts
+  const int64_t *seeds, *root_positions;  // (B,)
+  int64_t* tokens;                   // (B, N); the caller sets the roots
+  float* scores;                     // (B, N), log-probability of the path to a node; the caller sets the roots
+  int64_t *kinds, *row_of;           // (B, N); the caller sets the roots; both may be null if `rows` is
+  float* rows;                       // (B, R, V) draft distributions; null without sampled sequences, and for dynamic trees
+  // For dynamic trees, otherwise null:
+  int64_t *node_parents, *node_numbers;  // (B, N), of expanded nodes: parents, and numbers among the candidates; the caller sets the root
+  int64_t* candidates;               // (B, C) tokens, level by level, the best of each parent first; the caller sets the root
+  float* path_scores;                // (B, C), their `scores`; the caller sets the root
+  int64_t* candidate_parents;        // (B, C), the candidate that is the parent; the caller sets the root
+  // For paths that end early, otherwise null: only the first node of a level has children, and no level follows once
+  // every sequence has a path of such nodes whose estimate is below
+  // the floor of its depth. A token of draft probability q is estimated to be right with log-odds slope * log-odds(q) +
+  // intercept of its depth.
+  const float *floors, *intercepts;  // (levels,), by depth from 1; floors of log-probabilities
+  int64_t* lengths;                  // (B,), the depth at which each sequence's path falls below, or of its last node
+  float slope;
+};
+
+}  // extern "C"
+
 namespace {
 
 // Parts of a row of logits, and elements of one. A choice: enough parts for many threads, few partial results to join.
@@ -72,20 +112,14 @@ struct ChildrenSpace {
     int64_t rows = 1;  // nodes with children, of all sequences
     for (int64_t i = 2; i < N; ++i) rows += draft.parents[i] != draft.parents[i - 1];
     if (__builtin_mul_overflow(draft.num_sequences, rows, &rows)) size = -1;
-    for (int64_t** each : {&levels, &first, &inner, &inner_levels}) take(base, *each, N + 1, 1);
-    for (float** each : {&tops, &sums}) take(base, *each, rows, parts);
-    take(base, counts, rows, parts);
-    take(base, keys, rows, parts * draft.num_candidates);
-    take(base, candidates, rows, parts * draft.num_candidates);
-    for (float** each : {&row_tops, &factors}) take(base, *each, rows, 1);
+    for (int64_t** each : {&levels, &first, &inner, &inner_levels}) take(base, size, *each, N + 1, 1);
+    for (float** each : {&tops, &sums}) take(base, size, *each, rows, parts);
+    take(base, size, counts, rows, parts);
+    take(base, size, keys, rows, parts * draft.num_candidates);
+    take(base, size, candidates, rows, parts * draft.num_candidates);
+    for (float** each : {&row_tops, &factors}) take(base, size, *each, rows, 1);
     const int64_t K = draft.candidates == nullptr ? 0 : draft.num_candidates;
-    take(base, order, draft.num_sequences, K * K);
-  }
-
- private:
-  template <class E>
-  void take(void* base, E*& part, int64_t rows, int64_t cols) {
-    ::take(base, size, part, rows, cols);
+    take(base, size, order, draft.num_sequences, K * K);
   }
 };
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from limits import threads
 from torch import Tensor
 
 from foretoken.core.errors import PassError
@@ -19,7 +20,7 @@ from foretoken.core.sampling_params import SamplingParams
 from foretoken.core.token_tree import DrawKind, TokenTree
 from foretoken.decoder import library
 from foretoken.decoder.arguments import Status
-from foretoken.decoder.native_head import NativeDraft, can_draft
+from foretoken.drafters.native.trees import NativeDraft, can_draft
 from foretoken.sampling.batch import SamplingBatch, SamplingRequest
 from foretoken.sampling.draft_draws import DraftDraws
 from foretoken.trees.choices import TreeShape
@@ -50,9 +51,8 @@ def children_library() -> CDLL:
     source = Path(__file__).with_name("children.cpp")
     with TemporaryDirectory() as directory:
         made = Path(directory) / "children.so"
-        kernels = Path(library.__file__).with_name("kernels")
-        flags = library._flags(library._fitting_processors()[0])
-        subprocess.run([*library._compiler(), *flags, "-w", f"-I{kernels}", source, "-o", made], check=True)
+        flags = [*library._flags(library._fitting_processors()[0]), f"-I{library._KERNELS}", f"-I{library._DRAFTS}"]
+        subprocess.run([*library._compiler(), *flags, "-w", source, "-o", made], check=True)
         loaded = CDLL(str(made))
     loaded.children_bytes.restype = loaded.choose_children.restype = c_int64
     return loaded
@@ -95,6 +95,18 @@ def expanded(
     return expansion.finish(range(count), [shape.depth] * count, [7] * count)
 
 
+def both(
+    shape: TreeShape, kinds: list[str], logits: list[Tensor], vocab_size: int, *, is_shared: bool
+) -> list[TokenTree]:
+    """The trees of the kernels and of torch."""
+    return [
+        expanded(
+            shape, draws(kinds, vocab_size), logits, is_native=is_native, vocab_size=vocab_size, is_shared=is_shared
+        )
+        for is_native in (True, False)
+    ]
+
+
 def logits_for(shape: TreeShape, batch: int, width: int, *, is_shared: bool, seed: int = 0) -> list[Tensor]:
     generator = torch.Generator().manual_seed(seed)
     inner = sorted(set(shape.parents) - {-1})
@@ -132,26 +144,16 @@ def shapes(draw: st.DrawFn) -> TreeShape:
 @given(
     shape=shapes(), kinds=st.lists(st.sampled_from(sorted(KINDS)), min_size=1, max_size=4),
     vocab_size=st.sampled_from([7, 16, 33, 700, 1111]), narrower=st.integers(-9, 9), is_shared=st.booleans(),
-    seed=st.integers(0, 99), threads=st.sampled_from([1, 2, 3]),
+    seed=st.integers(0, 99), num_threads=st.sampled_from([1, 2, 3]),
 )  # fmt: skip
 def test_children_are_those_of_the_torch_path(
-    shape: TreeShape, kinds: list[str], vocab_size: int, narrower: int, is_shared: bool, seed: int, threads: int
+    shape: TreeShape, kinds: list[str], vocab_size: int, narrower: int, is_shared: bool, seed: int, num_threads: int
 ) -> None:
     """Any shape, batch, mix of draws and width of the logits; one row a node or one a level."""
     width = max(7, vocab_size - narrower)
     logits = logits_for(shape, len(kinds), width, is_shared=is_shared, seed=seed)
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        ours, theirs = (
-            expanded(
-                shape, draws(kinds, vocab_size), logits, is_native=is_native, vocab_size=vocab_size, is_shared=is_shared
-            )
-            for is_native in (True, False)
-        )
-    finally:
-        torch.set_num_threads(before)
-    assert_same(ours, theirs)
+    with threads(num_threads):
+        assert_same(*both(shape, kinds, logits, vocab_size, is_shared=is_shared))
 
 
 def dynamic_tree(
@@ -181,10 +183,10 @@ def assert_same_nodes(ours: TokenTree, theirs: TokenTree) -> None:
     size=st.tuples(st.integers(1, 7), st.integers(1, 4), st.integers(2, 40)),
     kinds=st.lists(st.sampled_from(sorted(KINDS)), min_size=1, max_size=4),
     vocab_size=st.sampled_from([7, 16, 33, 700, 1111]), shallow=st.integers(0, 4), seed=st.integers(0, 99),
-    threads=st.sampled_from([1, 2, 3]),
+    num_threads=st.sampled_from([1, 2, 3]),
 )  # fmt: skip
 def test_dynamic_trees_are_those_of_the_torch_path(
-    size: tuple[int, int, int], kinds: list[str], vocab_size: int, shallow: int, seed: int, threads: int
+    size: tuple[int, int, int], kinds: list[str], vocab_size: int, shallow: int, seed: int, num_threads: int
 ) -> None:
     """Any bounds, batch, mix of draws and width of the logits; the first sequence may have less room."""
     shape = DynamicShape(top_k=size[0], depth=size[1], max_nodes=size[2])
@@ -194,15 +196,11 @@ def test_dynamic_trees_are_those_of_the_torch_path(
         for depth in range(shape.depth)
     ]
     room = [shallow, *[shape.depth] * (len(kinds) - 1)]
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
+    with threads(num_threads):
         ours, theirs = (
             dynamic_tree(shape, draws(kinds, vocab_size), logits, room, is_native=is_native)
             for is_native in (True, False)
         )
-    finally:
-        torch.set_num_threads(before)
     assert_same_nodes(ours, theirs)
 
 
@@ -245,26 +243,19 @@ def test_one_row_of_logits_for_more_nodes_than_levels(kind: str) -> None:
     """There are as many stated distributions as levels then, fewer than nodes with children."""
     shape = TreeShape.cartesian((3, 2, 2))
     logits = logits_for(shape, 2, 33, is_shared=True)
-    ours, theirs = (
-        expanded(shape, draws([kind] * 2, 33), logits, is_native=is_native, vocab_size=33, is_shared=True)
-        for is_native in (True, False)
-    )
-    assert_same(ours, theirs)
+    assert_same(*both(shape, [kind] * 2, logits, 33, is_shared=True))
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_threads_change_no_bit(kind: str) -> None:
     shape = TreeShape.cartesian((3, 2))
     logits = logits_for(shape, 2, 5000, is_shared=False)
-    before, trees = torch.get_num_threads(), []
-    try:
-        for threads in (1, 2, 5):
-            torch.set_num_threads(threads)
+    trees = []
+    for count in (1, 2, 5):
+        with threads(count):
             trees.append(
                 expanded(shape, draws([kind] * 2, 5000), logits, is_native=True, vocab_size=5000, is_shared=False)
             )
-    finally:
-        torch.set_num_threads(before)
     for other in trees[1:]:
         assert torch.equal(trees[0].tokens, other.tokens)
         assert torch.equal(trees[0].scores, other.scores)  # type: ignore[arg-type]

@@ -1,6 +1,6 @@
-"""Mixtures of experts with weights in 4 or 8 bits: one matrix for those of all experts, and a module for torch.
+"""Modules with weights in 4 to 8 bits: linear layers, embeddings, and mixtures of experts.
 
-Letters: X experts, I inner size of an expert, E hidden size.
+Letters: N outputs and K inputs of a matrix, V rows of a table, E hidden size, X experts, I inner size of an expert.
 """
 
 from __future__ import annotations
@@ -12,14 +12,104 @@ import torch
 from torch import Tensor, nn
 
 from foretoken.core.checks import require
+from foretoken.core.errors import ModelError
 from foretoken.decoder.memory import SHARED_PAGES
 from foretoken.decoder.panels import whole_panels
-from foretoken.decoder.quantized import SCALES, Quantization, QuantizedMatrix, QuantizedModule, quantized
+from foretoken.decoder.quantized import SCALES, Quantization, QuantizedMatrix, quantized
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+_SCALED = "ScaledWordEmbedding"  # the end of the names of transformers' classes that multiply rows by `embed_scale`
 _EXPERTS_MODULE = "transformers.integrations.moe"  # of the default way to multiply gate and up
+
+
+class QuantizedModule(nn.Module):
+    """A module with weights in integers: buffers, so that their bytes and devices are seen, which cannot be saved."""
+
+    def __init__(self, *matrices: QuantizedMatrix) -> None:
+        """Takes the tensors in place."""
+        super().__init__()
+        self._bits = matrices[0].bits
+        for index, each in enumerate(part for matrix in matrices for part in matrix.tensors()):
+            self.register_buffer(f"part_{index}", each, persistent=False)
+
+    def _save_to_state_dict(self, _: Any, prefix: str, __: bool) -> None:
+        raise ModelError(
+            f"'{prefix.rstrip('.')}' keeps its weight in {self._bits} bits, which cannot be saved. Save the model "
+            "before it is quantized."
+        )
+
+
+class QuantizedLinear(QuantizedModule):
+    """A linear layer that keeps its weight in 4 or 8 bits. The native kernels read `matrix` in place."""
+
+    def __init__(self, matrix: QuantizedMatrix, bias: Tensor | None = None) -> None:
+        """Takes the tensors in place; bias: (N,), or None."""
+        super().__init__(matrix)
+        self.matrix = matrix
+        self.out_features, self.in_features = matrix.shape
+        self.bias = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
+
+    @property
+    def weight(self) -> Tensor:
+        """A dequantized copy of the weight, (N, K)."""
+        return self.matrix.dequantized().to(self.matrix.dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Turns (..., K) into (..., N) of the same dtype."""
+        y = self.matrix.product(x)
+        return y if self.bias is None else y + self.bias.to(x.dtype)
+
+
+class QuantizedEmbedding(QuantizedModule):
+    """An embedding whose table is in 4 or 8 bits; rows are dequantized when they are looked up."""
+
+    def __init__(self, matrix: QuantizedMatrix, scale: Tensor | float | None = None) -> None:
+        """Takes the tensors in place.
+
+        Args:
+            matrix: (V, E); rows have its dtype.
+            scale: Factor of every row; a tensor () is first rounded to the dtype. None for 1.
+        """
+        super().__init__(matrix)
+        self.matrix = matrix
+        self.num_embeddings, self.embedding_dim = matrix.shape
+        if isinstance(scale, Tensor):
+            self.register_buffer("embed_scale", scale.detach(), persistent=False)
+        else:
+            self.embed_scale = scale
+
+    @property
+    def weight(self) -> Tensor:
+        """A dequantized copy of the table, (V, E)."""
+        return self.matrix.dequantized().to(self.matrix.dtype)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Turns (...) integers into (..., E) rows, scaled; raises `IndexError` for an id that the table lacks."""
+        if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < self.num_embeddings:
+            raise IndexError(f"ids are {int(ids.min())}..{int(ids.max())}. Expected 0..{self.num_embeddings - 1}.")
+        rows = self.matrix.dequantized(ids.flatten().long()).to(self.matrix.dtype).view(*ids.shape, self.embedding_dim)
+        scale: Any = self.embed_scale
+        if scale is None:
+            return rows
+        return rows * (scale.to(rows.dtype) if isinstance(scale, Tensor) else scale)
+
+
+def is_plain_embedding(module: nn.Module) -> bool:
+    """Decides whether a module looks rows of its weight up, and at most multiplies them by `embed_scale`."""
+    kind = type(module)
+    is_scaled = kind.__name__.endswith(_SCALED) and kind.__module__.startswith("transformers.")
+    return isinstance(module, nn.Embedding) and (kind is nn.Embedding or is_scaled) and module.max_norm is None
+
+
+def embedding_table(embedding: Any) -> tuple[Tensor | QuantizedMatrix, float]:
+    """Returns the table (V, E) of an embedding module, in place, and the factor of every row."""
+    table = embedding.matrix if isinstance(embedding, QuantizedEmbedding) else embedding.weight.detach()
+    scale = getattr(embedding, "embed_scale", None)
+    if isinstance(scale, Tensor):
+        scale = scale.to(table.dtype)
+    return table, 1.0 if scale is None else float(scale)
 
 
 def stacked(parts: Sequence[QuantizedMatrix]) -> QuantizedMatrix:
@@ -29,7 +119,7 @@ def stacked(parts: Sequence[QuantizedMatrix]) -> QuantizedMatrix:
         parts: Of the same number of inputs, and alike in bits, groups, offsets, order and rounding of inputs.
 
     Raises:
-        ValueError: If they are not alike.
+        ValueError: If they differ.
     """
     first = parts[0]
     require(all(_kind(each) == _kind(first) for each in parts), "matrices that are stacked differ in kind")
@@ -122,7 +212,13 @@ class QuantizedExperts(QuantizedModule):
         return mixed(hidden_states, top_k_index, top_k_weights, output_of)
 
 
-def mixed(x: Tensor, chosen: Tensor, weights: Tensor, output_of: Callable[[int, Tensor], Tensor]) -> Tensor:
+def mixed(
+    x: Tensor,
+    chosen: Tensor,
+    weights: Tensor,
+    output_of: Callable[[int, Tensor], Tensor],
+    dtype: torch.dtype | None = None,
+) -> Tensor:
     """Returns the weighted outputs of each token's experts, (M, E); all tokens of an expert are computed together.
 
     Args:
@@ -130,8 +226,9 @@ def mixed(x: Tensor, chosen: Tensor, weights: Tensor, output_of: Callable[[int, 
         chosen: (M, experts of a token) int64.
         weights: Of the experts, as `chosen`.
         output_of: Turns the inputs (n, E) of an expert into its outputs (n, E).
+        dtype: Of the sums; None for that of `x`.
     """
-    total = torch.zeros_like(x)
+    total = torch.zeros_like(x, dtype=dtype)
     for expert in sorted(set(chosen.flatten().tolist())):
         tokens, ranks = (chosen == expert).nonzero(as_tuple=True)
         out = output_of(expert, x[tokens]) * weights[tokens, ranks, None]

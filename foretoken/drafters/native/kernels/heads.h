@@ -16,12 +16,49 @@
 #include "gemm.h"
 #include "integer_tiles.h"
 #include "interface.h"
-#include "rounded_inputs.h"
+#include "quantized.h"
 #include "rows.h"
-#include "tables.h"
 #include "tiles.h"
 #include "vectors.h"
 #include "workspace.h"
+
+extern "C" {
+
+// A matrix with its dtype and bias; a null weight means no matrix.
+struct HeadMatrix {
+  Matrix matrix;
+  int64_t is_bfloat16;
+};
+
+enum HeadKind : int64_t {
+  kFromFeature = 0,  // Medusa: every step reads the feature alone
+  kFromPath = 1,     // Hydra: [feature; embeddings of the tokens drafted before]
+  kFromState = 2,    // MLP speculator: the state of the parent node, and the embedding of the node's token
+};
+
+// One step, for the children of the nodes of one depth. With y, the input of the LM head:
+//   kFromFeature: y = feature
+//   kFromPath:    a, b = halves of first(u), u the concatenation; y = a + silu(b)
+//   kFromState:   y = gelu(norm(first(state) + embedding_scale * embedding)), which is also the state
+// Then y <- y + silu(block(y)) for every block, and logits = lm_head(y), scaled and capped.
+struct HeadStep {
+  HeadMatrix first, lm_head;
+  Norm norm;                      // RMS norm with a bias
+  const HeadMatrix* blocks;
+  int64_t num_blocks;
+  HeadMatrix embedding;           // (tokens, E or W), without a bias
+  float embedding_scale;
+  float logit_scale, logit_softcap;  // scale 1: none, cap 0: none
+};
+
+struct Head {
+  int64_t kind, num_steps, hidden, width, vocab;  // E, W and V, the width of logits
+  const int64_t* token_map;                       // the token of each row of the LM heads; null: row i is token i
+  float feature_rms, feature_epsilon;             // kFromState: root mean square that features are scaled to; 0: no scaling
+  const HeadStep* steps;
+};
+
+}  // extern "C"
 
 namespace {
 

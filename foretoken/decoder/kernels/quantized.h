@@ -1,10 +1,15 @@
-// Products of weights in 4 to 8 bits with inputs that are rounded to integers of 8, 16 or 24 bits, in groups of inputs
-// that share a scale. Integers are added without rounding, in any order. So every instruction set, number of tokens and
-// number of threads gives the same sum of a unit, of inputs that share all scales. These sums, times the scales of weights,
-// are then added in float32 in their order, those of a span before they are multiplied by the scale of its inputs.
+// Matrices in 4 to 8 bits: their numbers and scales in memory, the inputs that they are multiplied with, and their rows.
 //
-// An input is a number of digits, each from -128 to 127, to base 256. A digit of many inputs is a vector of int8, which
-// processors multiply with int8 weights.
+// A block of a panel, see `Matrix`, has the lower four bits of two quads: of the first one in the lower halves of bytes, of
+// the second one in the upper halves. Numbers of fewer than 8 bits are stored plus kZero, as codes from 0 on. In 5 bits four
+// such blocks, in 6 bits two, are followed by a block with the upper bits of their quads: in 5 bits, bit q belongs to quad q;
+// in 6 bits, bits 2 q and 2 q + 1 do.
+//
+// Inputs are rounded to integers of 8, 16 or 24 bits, in groups that share a scale. An input is a number of digits, each
+// from -128 to 127, to base 256. A digit of many inputs is a vector of int8, which processors multiply with int8 weights.
+// Integers are added without rounding, in any order. So every instruction set, number of tokens and number of threads gives
+// the same sum of a unit, of inputs that share all scales. These sums, times the scales of weights, are then added in
+// float32 in their order, those of a span before they are multiplied by the scale of its inputs.
 //
 // Letters: M tokens, K inputs, D digits of an input; a panel is 16 rows of weights.
 #pragma once
@@ -12,15 +17,112 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <cstring>
 #include <type_traits>
 
 #include "gemm.h"
 #include "interface.h"
-#include "packed.h"
 #include "tiles.h"
 #include "vectors.h"
 
 namespace {
+
+constexpr int kQuad = 4;            // inputs whose weights in one row stand side by side
+constexpr int kWholeStep = 64;      // the inputs of a row are padded to multiples of this
+constexpr int kBlockBytes = kPanelRows * kQuad;
+constexpr int64_t kSuper = 256;     // weights that share a scale of coded scales
+
+#if defined(__AVX512F__)
+typedef uint8_t ByteLanes __attribute__((vector_size(64), aligned(1), may_alias));
+#else
+typedef uint8_t ByteLanes __attribute__((vector_size(32), aligned(1), may_alias));
+#endif
+
+inline int64_t padded_inputs(int64_t K) { return (K + kWholeStep - 1) / kWholeStep * kWholeStep; }
+inline int64_t panel_bytes(const Matrix& matrix) { return kPanelRows * padded_inputs(matrix.cols) * matrix.bits / 8; }
+inline int64_t num_groups(const Matrix& matrix) { return matrix.group_scales == nullptr ? 0 : (padded_inputs(matrix.cols) + matrix.group - 1) / matrix.group; }
+inline int64_t num_supers(const Matrix& matrix) { return (matrix.cols + kSuper - 1) / kSuper; }
+inline int64_t super_place(const Matrix& matrix, int64_t panel, int64_t group) { return (panel * num_supers(matrix) + group * matrix.group / kSuper) * kPanelRows; }
+
+inline int zero_of(int64_t bits) { return 1 << (bits - 1); }
+
+// A chunk: blocks that are only understood together.
+template <int kBits>
+struct Packing {
+  static constexpr int kUpper = kBits == 8 ? 0 : kBits - 4;                                  // upper bits of a code
+  static constexpr int kQuads = kBits == 8 ? 1 : kUpper == 0 ? 2 : 8 / kUpper;
+  static constexpr int kNumbers = kQuads * kQuad;                                            // of a row
+  static constexpr int kBlocks = kBits == 8 ? 1 : kQuads / 2 + (kUpper > 0);
+  static constexpr int kBytes = kBlocks * kBlockBytes;
+  static constexpr int kZero = 1 << (kBits - 1);
+  static constexpr bool kIsSmall = kBits < 8;  // whether no code is above 127
+
+  // The codes of quad q, a constant, for as many rows as fill a register; from the place of the first one in the chunk on.
+  static FORETOKEN_INLINE ByteLanes codes(const char* chunk, int q) {
+    const auto block = [&](int i) { return *reinterpret_cast<const IntLanes*>(chunk + i * kBlockBytes); };
+    if constexpr (kBits == 8) return (ByteLanes)block(0) ^ 0x80;
+    const IntLanes low = (q % 2 == 0 ? block(q / 2) : block(q / 2) >> 4) & 0x0f0f0f0f;
+    if constexpr (kUpper == 0) return (ByteLanes)low;
+    constexpr int kMask = ((1 << kUpper) - 1) << 4;  // bits that another byte lends in a shift are cut off
+    const int shift = q * kUpper - 4;
+    const IntLanes upper = shift < 0 ? block(kQuads / 2) << -shift : block(kQuads / 2) >> shift;
+    return (ByteLanes)(low | (upper & (kMask * 0x01010101)));
+  }
+
+  // Stores the codes of a row, of 8 bits its numbers, kNumbers of them, from its place in the chunk on.
+  static void put(const uint8_t* codes, char* chunk) {
+    if constexpr (kBits == 8) return put_quad(quad_at(codes), chunk);
+    uint32_t upper = 0;
+    for (int q = 0; q < kQuads; q += 2) {
+      const uint32_t even = quad_at(codes + q * kQuad), odd = quad_at(codes + (q + 1) * kQuad);
+      put_quad((even & 0x0f0f0f0f) | (odd & 0x0f0f0f0f) << 4, chunk + q / 2 * kBlockBytes);
+      if (kUpper > 0) upper |= (even >> 4 & 0x0f0f0f0f) << q * kUpper | (odd >> 4 & 0x0f0f0f0f) << (q + 1) * kUpper;
+    }
+    if (kUpper > 0) put_quad(upper, chunk + kQuads / 2 * kBlockBytes);
+  }
+
+ private:
+  static uint32_t quad_at(const uint8_t* from) {
+    uint32_t quad;
+    std::memcpy(&quad, from, kQuad);
+    return quad;
+  }
+  static void put_quad(uint32_t quad, char* to) { std::memcpy(to, &quad, kQuad); }
+};
+
+// Calls work(integral constant) with the bits of numbers.
+template <class Work>
+FORETOKEN_INLINE auto with_bits(int64_t bits, Work&& work) {
+  using std::integral_constant;
+  switch (bits) {
+    case 4: return work(integral_constant<int, 4>());
+    case 5: return work(integral_constant<int, 5>());
+    case 6: return work(integral_constant<int, 6>());
+    default: return work(integral_constant<int, 8>());
+  }
+}
+
+// Number k of a row of a panel, from the row's first byte on.
+template <int kBits>
+inline int number_at(const uint8_t* row, int64_t k) {
+  using Own = Packing<kBits>;
+  const uint8_t* own = row + k / Own::kNumbers * Own::kBytes + k % kQuad;
+  if constexpr (kBits == 8) return int8_t(*own);
+  const int q = int(k % Own::kNumbers / kQuad);
+  int code = own[q / 2 * kBlockBytes] >> q % 2 * 4 & 15;
+  if (Own::kUpper > 0) code |= (own[Own::kQuads / 2 * kBlockBytes] >> q * Own::kUpper & ((1 << Own::kUpper) - 1)) << 4;
+  return code - Own::kZero;
+}
+
+// The scales or offsets of one group and row. is_offset: which of these.
+inline float group_value(const Matrix& matrix, bool is_offset, int64_t panel, int64_t group, int64_t row) {
+  const void* const values = is_offset ? matrix.group_offsets : matrix.group_scales;
+  const int64_t at = (panel * num_groups(matrix) + group) * kPanelRows + row;
+  if (matrix.scale_kind == kFloat) return static_cast<const float*>(values)[at];
+  if (matrix.scale_kind == kHalf) return half_to_float(static_cast<const uint16_t*>(values)[at]);
+  const uint16_t* const supers = is_offset ? matrix.super_offsets : matrix.super_scales;
+  return float(static_cast<const int8_t*>(values)[at]) * half_to_float(supers[super_place(matrix, panel, group) + row]);  // exact
+}
 
 constexpr int kKept = 512;                      // inputs that stay in registers and on the stack while they are rounded
 // Inputs whose products are added as integers, at most; see `unit_of`. A choice: stores of tiles that are further apart
@@ -211,6 +313,47 @@ void round_inputs(const X& x, int64_t M, const Matrix& matrix, bool has_offsets)
       if (!is_tiled) out.round(x, m, matrix, g);
       if (needs_sums) out.add_up(m, g);
     }
+  }
+}
+
+// Writes a row (cols,) of a matrix in integers: the bits of `QuantizedMatrix.dequantized`, then rounded to the dtype.
+template <int kBits>
+void decode_row(const Matrix& table, bool is_bfloat16, int64_t row, float* out) {
+  const int64_t panel = row / kPanelRows, at = row % kPanelRows;
+  const uint8_t* numbers = static_cast<const uint8_t*>(table.weight) + panel * panel_bytes(table) + at * kQuad;
+  const int lift = table.offsets_are_lowest ? Packing<kBits>::kZero : 0;
+  for (int64_t begin = 0; begin < table.cols; begin += kSummed) {  // weights that share all scales
+    const float scale = table.group_scales == nullptr ? 1.0f : group_value(table, false, panel, begin / table.group, at);
+    const float offset = table.group_offsets == nullptr ? 0.0f : group_value(table, true, panel, begin / table.group, at);
+    for (int64_t k = begin; k < std::min<int64_t>(begin + kSummed, table.cols); ++k) {
+      float value = float(double(number_at<kBits>(numbers, k) + lift) * scale);  // in double, so that no compiler fuses it with the sum
+      if (table.group_offsets != nullptr) value += offset;
+      if (table.scales != nullptr) value *= table.scales[row];
+      if (is_bfloat16) {
+        Bfloat16 rounded;
+        assign(rounded, value);
+        value = to_float(rounded);
+      }
+      out[table.input_order == nullptr ? k : table.input_order[k]] = value;
+    }
+  }
+}
+
+inline void decode_row(const Matrix& table, bool is_bfloat16, int64_t row, float* out) {
+  with_bits(table.bits, [&](auto bits) { decode_row<decltype(bits)::value>(table, is_bfloat16, row, out); });
+}
+
+// Calls work(row) with a row of a table. A row in integers is decoded into `scratch` (cols,), which is not used otherwise.
+// is_bfloat16: the dtype of the table, or the dtype that decoded weights are rounded to; otherwise float32.
+template <class Work>
+void with_row(const Matrix& table, bool is_bfloat16, int64_t row, float* scratch, Work&& work) {
+  if (table.bits != 0) {
+    decode_row(table, is_bfloat16, row, scratch);
+    work(static_cast<const float*>(scratch));
+  } else if (is_bfloat16) {
+    work(static_cast<const Bfloat16*>(table.weight) + row * table.cols);
+  } else {
+    work(static_cast<const float*>(table.weight) + row * table.cols);
   }
 }
 
