@@ -1,6 +1,6 @@
 """Decoder blocks with their own KV cache, on the fastest backend, for drafters that have blocks.
 
-Letters: M tokens of a pass, E hidden size, F taps, L blocks.
+Letters: M tokens of a pass, E hidden size.
 """
 
 from __future__ import annotations
@@ -34,8 +34,6 @@ from foretoken.decoder.slot_cache import LayerShape, SlotCache
 from foretoken.decoder.torch_blocks import TorchBlocks
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from foretoken.core.passes import Pass
     from foretoken.decoder.blocks import Blocks
     from foretoken.decoder.quantized import Quantization
@@ -47,7 +45,6 @@ _LONGEST_CAPTURED = 32  # tokens of one sequence; a choice: more tokens keep the
 def _backend_for(
     layers: Blocks,
     cache: SlotCache,
-    taps: Sequence[int],
     backend: str,
     capture: GraphCapture | None,
     quantization: Quantization | None,
@@ -55,16 +52,16 @@ def _backend_for(
     if quantization is not None:
         if backend == "torch" or capture is not None or not runs_cpu_kernels(layers.device):
             raise UnsuitableError(f"only native kernels on CPUs run {quantization} weights.")
-        return _Native(layers, cache, taps, quantization)
+        return _Native(layers, cache, quantization)
     if backend == "native" or (backend == "auto" and runs_cpu_kernels(layers.device) and capture is None):
         try:
-            return _Native(layers, cache, taps)
+            return _Native(layers, cache)
         except UnsuitableError:
             if backend == "native":
                 raise
     if capture is None and has_cuda_graphs(layers.device):
         capture = CudaGraphCapture(layers.device)
-    plain = _Torch(layers, cache, taps)
+    plain = _Torch(layers, cache)
     widest = max(block.spec.head_dim for block in layers.blocks)
     if backend == "torch" or capture is None or layers.has_experts or not has_kernel(layers.dtype, widest):
         return plain
@@ -72,20 +69,19 @@ def _backend_for(
 
 
 class _Native:
-    """Runs the native kernels. All backends have these methods; `run` returns (M, 1 + F, E), output and features."""
+    """Runs the native kernels. All backends have these methods."""
 
     name = "native"
     native_blocks: NativeBlocks
 
-    def __init__(
-        self, layers: Blocks, cache: SlotCache, taps: Sequence[int], quantization: Quantization | None = None
-    ) -> None:
-        self.native_blocks = NativeBlocks(layers, cache, taps, quantization=quantization)
+    def __init__(self, layers: Blocks, cache: SlotCache, quantization: Quantization | None = None) -> None:
+        output = len(layers.blocks) + 1
+        self.native_blocks = NativeBlocks(layers, cache, [output], quantization=quantization)
 
     def run(self, inputs: Tensor, work: Pass, side: Tensor | None) -> Tensor:
         features = self.native_blocks.run(work, inputs.detach().float(), _in_float32(side)).features
         assert features is not None, "the output is tapped"
-        return features
+        return features[:, 0]
 
     def append(self, inputs: Tensor, work: Pass, side: Tensor | None) -> None:
         self.native_blocks.append(work, inputs.detach().float(), _in_float32(side))
@@ -95,17 +91,15 @@ class _Torch:
     name = "torch"
     native_blocks = None
 
-    def __init__(self, layers: Blocks, cache: SlotCache, taps: Sequence[int]) -> None:
-        self._blocks, self._taps, self._dtype = TorchBlocks(layers, cache), taps, layers.dtype
+    def __init__(self, layers: Blocks, cache: SlotCache) -> None:
+        self._blocks, self._dtype = TorchBlocks(layers, cache), layers.dtype
         self._tensors = list(filter(is_plain, layers.tensors()))
 
     def run(self, inputs: Tensor, work: Pass, side: Tensor | None) -> Tensor:
         check_memory(self._tensors)
         with torch.no_grad():
             layout = AttentionLayout(work)
-            features = self._blocks.run(inputs.to(self._dtype), work, layout, self._taps, self._fitted(side))[1]
-        assert features is not None, "the output is tapped"
-        return features
+            return self._blocks.run(inputs.to(self._dtype), work, layout, (), self._fitted(side))[0]
 
     def append(self, inputs: Tensor, work: Pass, side: Tensor | None) -> None:
         check_memory(self._tensors)
@@ -178,7 +172,6 @@ class BlockStack:
         num_slots: int,
         capacity: int,
         num_positions: int | None = None,
-        taps: Sequence[int] = (),
         backend: Literal["auto", "native", "torch"] = "auto",
         capture: GraphCapture | None = None,
         quantization: Quantization | None = None,
@@ -189,7 +182,6 @@ class BlockStack:
             layers: The blocks; their weights stay where they are and must not be freed.
             capacity: Rows of a slot, with those of drafted nodes.
             num_positions: See `SlotCache`.
-            taps: Extra outputs of `run_with_features`: i is the input of block i, L the output of the last block.
             backend: "auto" for the fastest.
             capture: Captures and replays; None for CUDA graphs on GPUs and no capture elsewhere.
             quantization: For quantized copies of all matrices, on the native backend alone. None to read the weights in
@@ -197,20 +189,18 @@ class BlockStack:
 
         Raises:
             UnsuitableError: If the requested backend cannot run the blocks, or they cannot be quantized.
-            ValueError: If a rotary table ends before the slots do, or a tap does not exist.
+            ValueError: If a rotary table ends before the slots do.
         """
         for block in layers.blocks:
             rows = capacity if block.rotary is None else block.rotary.cos.shape[0]
             require(rows >= capacity, f"a rotary table has {rows} positions. Expected at least the capacity {capacity}")
-        num_layers = len(layers.blocks)
-        require(all(0 <= tap <= num_layers for tap in taps), f"taps {list(taps)}. Expected boundaries 0..{num_layers}")
         shapes = [LayerShape(b.spec.num_kv_heads, b.spec.head_dim, b.spec.head_dim) for b in layers.blocks]
         self.cache = SlotCache(
             shapes, num_slots=num_slots, capacity=capacity, dtype=layers.dtype, device=layers.device,
             num_positions=num_positions,
         )  # fmt: skip
         self.hidden_size, self.has_side = layers.hidden_size, layers.has_side
-        self._backend = _backend_for(layers, self.cache, [num_layers + 1, *taps], backend, capture, quantization)
+        self._backend = _backend_for(layers, self.cache, backend, capture, quantization)
         self.backend = self._backend.name
 
     @property
@@ -232,22 +222,13 @@ class BlockStack:
         Raises:
             PassError: If something does not fit the blocks or the cache, or a weight's memory was freed.
         """
-        return self._run_backend(inputs, work, side)[:, 0]
-
-    def run_with_features(self, inputs: Tensor, work: Pass, side: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Returns the output of `run` and the (M, F, E) features of the taps."""
-        outputs = self._run_backend(inputs, work, side)
-        return outputs[:, 0], outputs[:, 1:]
+        self._check_inputs(inputs, work, side)
+        return self._backend.run(inputs, work, side)
 
     def append(self, inputs: Tensor, work: Pass, side: Tensor | None = None) -> None:
         """Writes the keys and values of a pass like `run`, but skips the rest of the last block."""
         self._check_inputs(inputs, work, side)
         self._backend.append(inputs, work, side)
-
-    def _run_backend(self, inputs: Tensor, work: Pass, side: Tensor | None) -> Tensor:
-        """Returns (M, 1 + F, E), the output and the features."""
-        self._check_inputs(inputs, work, side)
-        return self._backend.run(inputs, work, side)
 
     def _check_inputs(self, inputs: Tensor, work: Pass, side: Tensor | None) -> None:
         expected = (work.num_tokens, self.hidden_size)

@@ -37,7 +37,7 @@ Activation = Literal["silu", "gelu_tanh", "gelu"]
 class _Part:
     """A part of blocks."""
 
-    __slots__ = ()
+    __slots__: tuple[str, ...] = ()
 
     def tensors(self) -> Iterator[Tensor]:
         """Yields every tensor except the rotary tables."""

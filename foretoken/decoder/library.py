@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
 _KERNELS = Path(__file__).with_name("kernels")
-_DRAFTS = Path(__file__).parents[1] / "drafters" / "native" / "kernels"  # with `drafts.cpp`, of the whole library
+_DRAFTS = Path(__file__).parents[1] / "drafters" / "native" / "kernels"  # `drafts.cpp` includes all sources
 _COMPILERS = ("c++", "g++", "clang++")
 # -O3 takes three times as long and its passes are no faster (benchmarks/RESULTS.md, "Compiling the kernels").
 _FLAGS = (*(_KERNELS / "flags.txt").read_text().split(), "-shared")

@@ -38,7 +38,7 @@ class HeldMemory:
         """Stores addresses and sizes; keeps the storages alive, but not their memory."""
         self._storages = list({s._cdata: s for s in (tensor.untyped_storage() for tensor in tensors)}.values())
         self._addresses = list(map(_address, self._storages))
-        self._sizes = list(map(_num_bytes, self._storages))  # a storage that shrank twice may be back at its address
+        self._sizes = list(map(_num_bytes, self._storages))  # after two changes it may have its old address again
 
     def has_changed(self) -> bool:
         """Whether any storage has another address or size."""

@@ -233,7 +233,7 @@ class HeadRows:
             self.exchange(torch.arange(len(self.tokens), device=self.tokens.device), self.tokens.clone())
 
     def exchange(self, places: Tensor, tokens: Tensor) -> None:
-        """Writes the rows of other tokens to (K,) int64 places; no token gets two rows."""
+        """Replaces the rows at `places` by those of other tokens, (K,) int64 each. A token must not get two rows."""
         layer: Any = self.layer
         if isinstance(self._weight, QuantizedMatrix):
             layer.matrix.put(places, self._weight, tokens)

@@ -49,7 +49,7 @@ _GROUP = 128  # weights of int4 that share a scale; a choice: 4.13 bits a weight
 # A choice: smaller ones cut the greatest weights, and gives all others finer steps.
 _SHARES = (1.0, 0.93, 0.86, 0.79)
 _INPUT_GROUP = 128  # inputs that share a scale
-_WIDE_INPUT_GROUP = 512  # the same of 16 bits; a choice: sums become float32 a quarter as often
+_WIDE_INPUT_GROUP = 512  # the same for inputs of 16 bits; a choice: sums become float32 a quarter as often
 _SCALE_DTYPES = (torch.float32, torch.float16, torch.int8)  # `ScaleKind`, in its order
 _AT_ONCE = 1 << 20  # weights in float32 during rounding, 4 MiB; a choice: they stay in the processor's caches
 _DENSE_AT_ONCE = 1 << 24  # weights that `QuantizedLinear` has dense at once; a choice: some 200 MiB with temporaries
@@ -458,7 +458,7 @@ def rounded_inputs(x: Tensor, matrix: QuantizedMatrix) -> Tensor:
 KINDS = (
     *("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "Q2_K", "Q3_K", "IQ4_NL", "IQ4_XS", "MXFP4"),
     *("IQ3_S", "IQ3_XXS", "IQ2_S", "IQ2_XS", "IQ2_XXS", "IQ1_S", "IQ1_M"),
-)  # `BlockKind`, in its order
+)  # in the order of `kBlockForms` in `kernels/stored_blocks.h`
 
 
 def can_store_blocks() -> bool:

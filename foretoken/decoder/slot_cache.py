@@ -408,7 +408,7 @@ def free_bytes(device: torch.device) -> int:
         return torch.cuda.mem_get_info(device)[0]
     if not runs_cpu_kernels(device):
         return 1 << 62  # unknown: the allocator fails if there is less
-    available: int = psutil.virtual_memory().available  # with the memory of files that were read
+    available: int = psutil.virtual_memory().available  # includes memory that caches files
     return min(available, _left_of_container(_CGROUP))
 
 

@@ -21,7 +21,7 @@ from foretoken.core.passes import Pass
 from foretoken.core.token_tree import common_prefix_len
 from foretoken.decoder.base import UnsuitableError
 from foretoken.decoder.cuda_graphs import GraphDecoder, captured_nodes
-from foretoken.decoder.native import NativeBlocks
+from foretoken.decoder.native import NativeDecoder
 from foretoken.drafters.captured import CapturedExpansion, Prefixes
 from foretoken.drafters.native.trees import draft_trees
 from foretoken.runner.runner import Runner
@@ -104,7 +104,7 @@ class TreeDrafts:
             root. Node i has the i-th cache row behind the root's.
         """
         # The decoder feeds the ids that it chooses, so a map of vocabularies needs the loop over levels.
-        if self._mapping is None and isinstance(self._runner.decoder, NativeBlocks):
+        if self._mapping is None and isinstance(self._runner.decoder, NativeDecoder):
             begun = begin_expansion(shape, roots, draws)
             cut = replace(work, num_layers=self._num_layers)
             if draft_trees(self._runner, cut, begun, vocab_size=self._vocab_size):

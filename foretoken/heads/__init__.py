@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pkgutil import iter_modules
 
-_NOT_METHODS = {"base", "decoder_layer"}
+_NOT_METHODS = {"base", "decoder_layer", "steps"}
 
 
 def head_methods() -> list[str]:

@@ -13,7 +13,6 @@ from torch.func import functional_call
 from foretoken.core.errors import ModelError
 from foretoken.decoder.blocks import LmHead, ScaledEmbedding
 from foretoken.decoder.native_linear import HeadRows, NativeLinear, fast_linear, linear_layer
-from foretoken.decoder.quantized import Quantization
 from foretoken.decoder.quantized_modules import QuantizedEmbedding, QuantizedLinear, embedding_table, is_plain_embedding
 from foretoken.models.lean_weights import read_weights
 
@@ -21,6 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from foretoken.decoder.blocks import Blocks
+    from foretoken.decoder.quantized import Quantization
     from foretoken.models.loaded import LoadedModel
 
 _FINAL_NORMS = ("norm", "final_layernorm", "ln_f", "final_layer_norm")

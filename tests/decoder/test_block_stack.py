@@ -190,19 +190,15 @@ def assert_exact(layers: Blocks, quantization: Any = None) -> None:
 def test_every_option_is_the_formula(option: str, backend: str) -> None:
     """Two sequences in pieces of different lengths, then a tree behind each of whose nodes its path lies."""
     layers = two(OPTIONS[option])
-    stack = stack_of(layers, backend, taps=[0, 1, 2])
+    stack = stack_of(layers, backend)
     texts = [numbers(14, E, seed=79, scale=1.0), numbers(9, E, seed=71, scale=1.0)]  # none that float32 magnifies
     known = [slow_of(layers, text) for text in texts]
     at = [0, 0]
     for pieces in ((5, 1), (1, 4), (6, 2)):
         parts = [text[start : start + count] for text, start, count in zip(texts, at, pieces, strict=True)]
         fed, work = torch.cat(parts), chains(pieces, slots=[2, 0], prefix_lens=at)
-        found, features = stack.run_with_features(fed, work, side_of(layers, fed))
+        found = stack.run(fed, work, side_of(layers, fed))
         rows = [slice(start, start + count) for start, count in zip(at, pieces, strict=True)]
-        for tap in range(3):
-            assert_close(
-                features[:, tap], torch.cat([k[tap][row] for k, row in zip(known, rows, strict=True)]), backend
-            )
         assert_close(found, torch.cat([k[3][row] for k, row in zip(known, rows, strict=True)]), backend)
         at = [start + count for start, count in zip(at, pieces, strict=True)]
     parents = [-1, 0, 0, 1, 2, 4]
@@ -298,7 +294,7 @@ def test_passes_that_do_not_fit(backend: str) -> None:
 @pytest.mark.parametrize("side", [None, torch.ones(1, E), torch.ones(2, E + 1)], ids=["none", "short", "wide"])
 def test_a_second_input_that_does_not_fit(side: Tensor | None, backend: str) -> None:
     stack, work = stack_of(two(OPTIONS["two inputs"]), backend), chains([2], slots=[0], prefix_lens=[0])
-    for run in (stack.run, stack.run_with_features, stack.append):
+    for run in (stack.run, stack.append):
         with pytest.raises(PassError, match=r"side is .*\. Expected \(2, 24\): a second input"):
             run(torch.ones(2, E), work, side)
 
@@ -312,8 +308,6 @@ def test_stacks_that_cannot_be() -> None:
     layers = two(block)
     with pytest.raises(ValueError, match=r"a rotary table has 40 positions. Expected at least the capacity 41"):
         BlockStack(layers, num_slots=1, capacity=CAPACITY + 1)
-    with pytest.raises(ValueError, match=r"taps \[3\]. Expected boundaries 0..2"):
-        BlockStack(layers, num_slots=1, capacity=CAPACITY, taps=[3])
     with pytest.raises(UnsuitableError, match=r"it runs float32 and bfloat16, not torch.float64"):
         BlockStack(layers, num_slots=1, capacity=CAPACITY, backend="native")
 

@@ -54,6 +54,7 @@ def llama_runner(kind: str = "auto") -> Runner:
     [
         ("printf 'In file included:\\nx.h: error: no such thing\\n' >&2; exit 1", "its kernels: x.h: error: no such"),
         ("exit 1", "cannot compile its kernels: no message"),
+        ("printf 'na\\357ve\\n' >&2; exit 1", "cannot compile its kernels: na\ufffdve"),  # not UTF-8
         ("exit 0", "its kernels cannot be compiled"),  # says it did, and wrote nothing
         ('for last; do :; done; echo rubbish > "$last"', "its kernels cannot be loaded"),
     ],

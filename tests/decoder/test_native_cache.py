@@ -332,17 +332,6 @@ def test_compilers_that_cannot_be_read(
     assert compiler() == 1, "spaces name none: the first on the path was taken"
 
 
-def test_a_compiler_whose_message_is_not_utf_8(
-    compiler: Callable[[], int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = tmp_path / "odd"
-    path.write_bytes(b"#!/bin/sh\necho 'na\xefve' >&2; exit 1\n")
-    path.chmod(path.stat().st_mode | stat.S_IXUSR)
-    monkeypatch.setenv("CXX", str(path))
-    with pytest.raises(library.UnsuitableError, match="cannot compile its kernels: na\ufffdve"):
-        library.native_library()
-
-
 def test_a_switch_that_cannot_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FORETOKEN_SANITIZE", "yes")
     with pytest.raises(ConfigError, match=r"FORETOKEN_SANITIZE is 'yes'\. Expected 0 or 1\."):

@@ -14,6 +14,7 @@
 #include <atomic>
 #include <cstdint>
 #include <exception>
+#include <iterator>
 #include <limits>
 #include <memory>
 
@@ -90,7 +91,7 @@ Status foretoken_linear(const Matrix* matrix, int64_t is_bfloat16, const float* 
   };
   try {
     is_bfloat16 ? run(Bfloat16{}) : run(float{});
-  } catch (const std::exception&) {  // of the allocation; it must not cross into C
+  } catch (const std::exception&) {  // the allocation failed; exceptions must not cross into C
     return Status::kNoMemory;
   }
   return Status::kDone;
@@ -109,7 +110,7 @@ Status foretoken_gather(const char* const* from, char* const* to, const int64_t*
 
 // Stores a matrix of a GGUF file in panels. Returns a `Status`: `kNotFinite` for scales that are NaN or infinite.
 Status foretoken_store_blocks(const StoredBlocks* stored, int64_t num_threads) {
-  if (stored->kind < 0 || stored->kind >= kNumBlockKinds || stored->cols % kBlockForms[stored->kind].weights != 0) return Status::kShape;
+  if (stored->kind < 0 || stored->kind >= std::ssize(kBlockForms) || stored->cols % kBlockForms[stored->kind].weights != 0) return Status::kShape;
   const BlockForm& form = kBlockForms[stored->kind];
   if (form.has_table && stored->table == nullptr) return Status::kMissing;
   if (form.scale_kind == kCoded && (stored->super_scales == nullptr || (form.has_offsets && stored->super_offsets == nullptr))) return Status::kMissing;

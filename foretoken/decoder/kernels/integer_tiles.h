@@ -120,7 +120,7 @@ template <int D, int P>
   const int64_t unit = unit_of(matrix), step = std::min<int64_t>(unit, kWholeStep), digit = x.width * kWholeStep;
   const int8_t* const inputs = x.at(0, m, 0);
   const int64_t each = (fetched * step / (last - first) + 63) / 64 * 64;  // prefetched in a step
-  // Two units' sums: those of one are added to the sums of the span while the products of the next one are on their way.
+  // Sums of two units: those of one unit are added to the span while matrix units multiply the next one.
   alignas(64) int32_t sums[2][P * D * kTile];
   alignas(64) float parts[P * kTile];
   const int64_t span = span_of(matrix);

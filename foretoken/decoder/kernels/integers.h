@@ -121,7 +121,7 @@ FORETOKEN_INLINE IntLanes add_dots(IntLanes sum, ByteLanes weights, IntLanes inp
 #elif defined(__AVX512BW__)
   const auto dots = [&](__m512i own, short factor) { return _mm512_madd_epi16(_mm512_maddubs_epi16(own, (__m512i)inputs), _mm512_set1_epi16(factor)); };
   if constexpr (kIsSmall) return (IntLanes)_mm512_add_epi32((__m512i)sum, dots((__m512i)weights, 1));
-  const __m512i low = _mm512_set1_epi8(15);  // halves, as pairs of products of whole bytes exceed 16 bits
+  const __m512i low = _mm512_set1_epi8(15);  // half bytes: the sum of two products of whole bytes can exceed 16 bits
   const __m512i both = _mm512_add_epi32(dots(_mm512_and_si512((__m512i)weights, low), 1), dots(_mm512_and_si512(_mm512_srli_epi16((__m512i)weights, 4), low), 16));
   return (IntLanes)_mm512_add_epi32((__m512i)sum, both);
 #elif defined(__AVX2__)

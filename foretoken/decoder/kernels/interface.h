@@ -25,7 +25,7 @@ struct Matrix {
   int64_t bits;         // 8, 6, 5 or 4; 0: in the model's dtype
   const void *group_scales, *group_offsets;        // null: 1, and 0
   const uint16_t *super_scales, *super_offsets;    // of coded ones
-  int64_t group;                // weights side by side that share them: a power of 2 from 16 on, from 32 on in 5 bits
+  int64_t group;                // weights side by side that share a scale and an offset: a power of 2 from 16 on, from 32 on in 5 bits
   int64_t scale_kind;           // a `ScaleKind`
   int64_t offsets_are_lowest;   // whether they are the weights of the lowest number, which is 0 then; in fewer than 8 bits
   int64_t input_bits;        // of a rounded input: 8, 16 or 24; see `quantized.h`
@@ -57,7 +57,7 @@ struct Layer {
   Matrix query, key, value, output;
   Matrix gate, up, down;  // without gate: the activation of `up`; without all three: experts
   Experts experts;
-  Norm attention_norm, attention_post_norm, mlp_norm, mlp_post_norm;  // (hidden,), post: of a branch before it is added
+  Norm attention_norm, attention_post_norm, mlp_norm, mlp_post_norm;  // (hidden,), post norms: of a branch before the branch is added
   Norm side_norm;             // (hidden,), of a second input that attention reads before the first; of the first layer alone
   Norm query_norm, key_norm;  // (head_dim,), or over all heads of a token
   const float *cos, *sin;     // (num_positions, pairs)
@@ -115,18 +115,13 @@ struct Pass {
   void* workspace;                       // of at least `foretoken_workspace_bytes`
 };
 
-// The kinds of blocks of GGUF files, see `stored_blocks.h`.
-enum BlockKind : int64_t {
-  kQ4_0 = 0, kQ4_1, kQ5_0, kQ5_1, kQ8_0, kQ4_K, kQ5_K, kQ6_K, kQ2_K, kQ3_K, kIQ4_NL, kIQ4_XS, kMXFP4,
-  kIQ3_S, kIQ3_XXS, kIQ2_S, kIQ2_XS, kIQ2_XXS, kIQ1_S, kIQ1_M, kNumBlockKinds
-};
-
 // A matrix (rows, cols) as a GGUF file has it, row by row, and the panels of `Matrix` that it becomes. Row r of the
 // result is row order[r] of the file.
 struct StoredBlocks {
   const uint8_t* blocks;
   const int64_t* order;  // (rows,), or null
-  int64_t kind, rows, cols;
+  int64_t kind;          // the index of the blocks' type in `kBlockForms`
+  int64_t rows, cols;
   uint8_t* numbers;
   void *scales, *offsets;  // offsets: null where blocks have none
   uint16_t *super_scales, *super_offsets;

@@ -266,8 +266,8 @@ inline void read_iq1_m(const uint8_t* from, Block& to) {
   }
 }
 
-// Weights and bytes of a block, weights that share a scale, bits of a stored number, and the number that stands for 0, in
-// fewer than 8 bits the middle one.
+// A type of blocks: weights and bytes of a block, weights that share a scale, bits of a stored number, and the number that
+// stands for 0, in fewer than 8 bits the middle one.
 struct BlockForm {
   int64_t weights, bytes, group, bits;
   int zero;
@@ -275,7 +275,7 @@ struct BlockForm {
   ScaleKind scale_kind;
   void (*read)(const uint8_t*, Block&);
 };
-constexpr BlockForm kBlockForms[] = {
+constexpr BlockForm kBlockForms[] = {  // in the order of `KINDS` in quantized.py
   {32, 18, 32, 4, 8, false, false, kHalf, read_short<4, false>},
   {32, 20, 32, 4, 8, true, false, kHalf, read_short<4, true>},
   {32, 22, 32, 5, 16, false, false, kHalf, read_short<5, false>},
@@ -297,7 +297,6 @@ constexpr BlockForm kBlockForms[] = {
   {256, 50, 32, 8, 0, false, true, kFloat, read_iq1_s},
   {256, 56, 16, 8, 0, false, true, kFloat, read_iq1_m},
 };
-static_assert(std::size(kBlockForms) == kNumBlockKinds);
 
 // The panel that a matrix's blocks fill, and where its rows' parts are.
 class StoredPanel {

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from foretoken.core.backend import runs_cpu_kernels
 from foretoken.core.errors import PassError
 from foretoken.decoder.arguments import Status
-from foretoken.decoder.native import NativeBlocks
+from foretoken.decoder.native import NativeDecoder
 
 if TYPE_CHECKING:
     from foretoken.core.passes import Pass
@@ -106,7 +106,7 @@ def draft_trees(runner: Runner, work: Pass, expansion: ShapedExpansion, *, vocab
         PassError: See `Runner.run`.
     """
     blocks = runner.decoder
-    if not isinstance(blocks, NativeBlocks) or not can_draft(expansion, min(vocab_size, blocks.num_logits)):
+    if not isinstance(blocks, NativeDecoder) or not can_draft(expansion, min(vocab_size, blocks.num_logits)):
         return False
     work = runner.placed(work, num_drafted=expansion.num_fed)
     ready, draft = blocks.prepared(work), NativeDraft(expansion, vocab_size)

@@ -21,7 +21,6 @@ from transformers.utils.logging import disable_progress_bar
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from foretoken.core.errors import ModelError, foreign_errors_as, listed, one_line
-from foretoken.decoder.quantized import QuantizedMatrix
 from foretoken.decoder.quantized_modules import (
     QuantizedEmbedding,
     QuantizedExperts,
@@ -36,6 +35,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from foretoken.decoder.quantized import QuantizedMatrix
     from foretoken.models.stored import StoredModel
 
 

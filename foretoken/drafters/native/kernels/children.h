@@ -98,7 +98,7 @@ struct ChildrenSpace {
   int64_t *levels;        // (N + 1,), the first node of each level
   int64_t *first;         // (N + 1,), the first child of each node; children stand side by side
   int64_t *inner;         // (N,), the nodes with children
-  int64_t *inner_levels;  // (N + 1,), the first of those of each level
+  int64_t *inner_levels;  // (N + 1,), in `inner`, the first node of each level
   // For each sequence, node with children, and part of a row:
   float *tops, *sums;     // the largest scaled logit, and the sum of exp(logit - largest)
   float *keys;            // of the candidates, in descending order

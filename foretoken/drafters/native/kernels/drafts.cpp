@@ -67,9 +67,7 @@ Status foretoken_autoregressive_draft(const Model* model, const AutoregressiveHe
 
 // Bytes of the workspace of `foretoken_head_draft`; -1 if 64 bits cannot count them.
 int64_t foretoken_head_draft_bytes(const Head* head, const Draft* draft, int64_t num_rows) {
-  const int64_t first = ChildrenSpace(*draft, head->vocab, nullptr).size;
-  const int64_t second = HeadSpace(*head, num_rows, draft->num_nodes, nullptr).size;
-  return first < 0 || second < 0 || first > std::numeric_limits<int64_t>::max() - second ? -1 : first + second;
+  return HeadSpace(*head, *draft, num_rows, nullptr).size;
 }
 
 // Drafts whole trees with a head of up to `num_rows` rows of logits a step. features: (B, E). Returns a `Status`; a
@@ -81,8 +79,8 @@ Status foretoken_head_draft(const Head* head, const Draft* draft, const float* f
   Status status = check_draft(*draft, head->vocab, head->kind == kFromFeature);
   if (status == Status::kDone) status = check_head(*head, *draft, features);
   if (status != Status::kDone) return status;
-  const Children children(*draft, head->vocab, head->vocab, workspace);
-  const HeadSpace space(*head, num_rows, draft->num_nodes, static_cast<char*>(workspace) + ChildrenSpace(*draft, head->vocab, nullptr).size);
+  const HeadSpace space(*head, *draft, num_rows, workspace);
+  const Children children(*draft, head->vocab, head->vocab, space.children);
   const HeadSteps steps(*head, *draft, children, features, space);
   if (children.depth() > head->num_steps || steps.most_rows() > num_rows) return Status::kShape;
 #pragma omp parallel num_threads(int(num_threads))

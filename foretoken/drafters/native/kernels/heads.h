@@ -147,7 +147,7 @@ class HeadLayers {
   mutable Barrier barrier_;
 };
 
-// Buffers of the steps of up to M rows; `size` is their bytes, -1 if 64 bits cannot count them.
+// Buffers of the steps of up to M rows, then those of `Children`; `size` is their bytes, -1 if 64 bits cannot count them.
 struct HeadSpace {
   float* logits;     // (M, V)
   float* wide;       // (M, 2 W)
@@ -156,9 +156,10 @@ struct HeadSpace {
   float* inputs;     // of any matrix, in the widest dtype
   char* rounded;     // the same as integers
   int64_t* places;   // (N,), the index of a node in its level
+  char* children;
   int64_t size = 0;
 
-  HeadSpace(const Head& head, int64_t rows, int64_t num_nodes, void* base) {
+  HeadSpace(const Head& head, const Draft& draft, int64_t rows, void* base) {
     int64_t longest = head.width;
     for (int64_t i = 0; i < head.num_steps; ++i) longest = std::max(longest, head.steps[i].first.matrix.cols);
     take(base, size, logits, rows, head.vocab);
@@ -167,7 +168,8 @@ struct HeadSpace {
     take(base, size, embedded, rows, std::max(head.hidden, head.width));
     take(base, size, inputs, most_inputs(rows), Inputs<Bfloat16>::padded(longest));
     take(base, size, rounded, most_inputs(rows), rounded_bytes(longest));
-    take(base, size, places, num_nodes, 1);
+    take(base, size, places, draft.num_nodes, 1);
+    take(base, size, children, ChildrenSpace(draft, head.vocab, nullptr).size, 1);
   }
 };
 

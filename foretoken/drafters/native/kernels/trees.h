@@ -68,7 +68,7 @@ struct LevelSpace {
   int64_t *fed, *depths, *places;  // (N,)
   int64_t *positions, *parents;    // (B, N)
   int64_t *prefix, *root_positions, *starts, *node_starts;  // (B + 1,)
-  void* children;
+  char* children;
   int64_t size = 0;
 
   // width: logits of a row that count; M: nodes of the first pass.
@@ -79,9 +79,7 @@ struct LevelSpace {
     for (int64_t** each : {&fed, &depths, &places}) take(base, size, *each, N, 1);
     for (int64_t** each : {&positions, &parents}) take(base, size, *each, B, N);
     for (int64_t** each : {&prefix, &root_positions, &starts, &node_starts}) take(base, size, *each, B + 1, 1);
-    char* rest;
-    take(base, size, rest, size < 0 ? 0 : ChildrenSpace(draft, width, nullptr).size, 1);
-    children = rest;
+    take(base, size, children, ChildrenSpace(draft, width, nullptr).size, 1);
   }
 };
 
