@@ -20,6 +20,7 @@ from typing_extensions import override
 from foretoken.core.errors import ConfigError
 from foretoken.core.token_ids import tokenizer_sha
 from foretoken.models.generic import own_attention
+from foretoken.models.loaded import LoadedModel
 from foretoken.models.loading import load_model, load_tokenizer
 from foretoken.models.parts import target_parts
 from foretoken.models.smaller import fresh_model, kept_layers, pruned_model, unpacked_model

@@ -25,6 +25,7 @@ from foretoken.core.errors import ModelError
 from foretoken.core.passes import Pass, TokenChoice
 from foretoken.core.sampling_params import SamplingParams
 from foretoken.decoder.slot_cache import affordable_rows
+from foretoken.models.loaded import LoadedModel
 from foretoken.models.loading import wrap_model
 from foretoken.runner.decoders import layer_shapes
 from foretoken.runner.runner import Runner

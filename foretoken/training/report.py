@@ -20,7 +20,7 @@ from foretoken.core.records import GenerationMetrics
 from foretoken.entrypoints.llm import LLM
 from foretoken.files.atomic_files import new_directory, told_as
 from foretoken.formats import native
-from foretoken.heads.base import AutoregressiveConfig, HeadConfig
+from foretoken.heads.base import AutoregressiveConfig
 from foretoken.models.loaded import DTYPES, LoadedModel
 from foretoken.models.loading import load_config, load_model
 from foretoken.runner.costs import pass_costs
@@ -30,11 +30,18 @@ from foretoken.training.run_state import read_curve
 from foretoken.training.trainer import training_processes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Mapping, Sequence
+
+    from torch import Tensor
 
     from foretoken.formats.checkpoint import HeadCheckpoint
 
 _NUM_POINTS = 10  # of a curve in the report; a choice
+_MAX_TOKENS = 128  # of a prompt; a choice: minutes for a report
+_AT_ONCE = 4  # sequences decoded together; a choice
+ADVICE = "Expected a new directory with enough room that may be written to. Make room, and run the same command again."
+_QUOTED_TREE = "mc_sim_7b_63"  # the tree of published figures, so that figures compare across machines
+_QUOTED_NODES = 64  # nodes of `_QUOTED_TREE`, root included
 _PAPERS = {
     "medusa": "Medusa heads (arXiv 2401.10774)",
     "hydra": "Hydra heads (arXiv 2402.05109)",
@@ -45,45 +52,54 @@ _PAPERS = {
     "falcon": "A Falcon head (arXiv 2412.12639)",
 }
 _HASS = "An EAGLE head, trained as HASS has it (arXiv 2408.15766)"
+_CARD = """---
+license: apache-2.0
+{tags}
+---
+
+# {title}
+
+{origin}
+
+| | |
+|---|---|
+{rows}
+
+Acceptance and tau (tokens a target pass, the target's own included) are of texts that the target writes to held-out
+prompts, {max_tokens} tokens each; tau with {drafts}.
+
+| step | loss | {first} the target's, on training text (means of the steps around) |
+|---|---|---|
+{points}
+
+```console
+{command}
+```
+"""
 
 
 def head_card(checkpoint: HeadCheckpoint, facts: Mapping[str, Any]) -> str:
     """Returns a model card in Markdown, from a head with the notes of `trained_notes` and `saved_head`'s facts."""
     target = Path(checkpoint.target.name or "its target").name if checkpoint.target else "its target"
-    settings = checkpoint.notes["settings"]
-    method, unit = checkpoint.config.method, _unit(checkpoint)
-    table = _table({
-        "parameters": f"{facts['parameters'] / 1e6:.2f} M ({facts['bytes'] / 1e6:.1f} MB)",
-        "sizes": ", ".join(f"{key} {value}" for key, value in _plain(settings["head"]).items()),
+    settings, method = checkpoint.notes["settings"], checkpoint.config.method
+    unit = "step" if isinstance(checkpoint.config, AutoregressiveConfig) else "head"
+    paper = _HASS if "top_weight" in settings["objective"] else _PAPERS.get(method, method)
+    drafts = f"the static tree `{_QUOTED_TREE}`"
+    if "tree_nodes" in facts:
+        drafts += f", {facts['tree_nodes']} nodes at this depth"
+    if "dynamic_tree_nodes" in facts:
+        drafts += f", and with dynamic trees (EAGLE-2) of at most {facts['dynamic_tree_nodes']} nodes"
+    rows = {
+        "sizes": _listed(settings["head"]),
         **_autoregressive(checkpoint, settings),
         **_training(settings, facts),
         **_measured(checkpoint.acceptance, unit, facts),
-    })  # fmt: skip
-    paper = _HASS if "top_weight" in settings["objective"] else _PAPERS.get(method, method)
-    return f"""---
-license: apache-2.0
-tags: [speculative-decoding, {method}]
----
-
-# {method} for {target}
-
-{paper}, trained by `foretoken train` on the frozen target `{target}`.
-
-| | |
-|---|---|
-{table}
-
-Acceptance and tau (tokens a target pass, the target's own included) are of texts that the target writes to held-out
-prompts, {_MAX_TOKENS} tokens each; tau with the static tree `mc_sim_7b_63`{_dynamic(facts)}.
-
-| step | loss | first candidate of each {unit} is the target's, on training text (means of the steps around) |
-|---|---|---|
-{_points(checkpoint.notes)}
-
-```console
-{checkpoint.notes.get("command", "")}
-```
-"""
+    }
+    return _card(
+        facts, checkpoint.notes, rows, tags=f"tags: [speculative-decoding, {method}]", title=f"{method} for {target}",
+        origin=f"{paper}, trained by `foretoken train` on the frozen target `{target}`.", drafts=drafts,
+        first=f"first candidate of each {unit} is",
+    )  # fmt: skip
 
 
 def draft_model_card(target: str, config: Any, facts: Mapping[str, Any]) -> str:
@@ -93,92 +109,67 @@ def draft_model_card(target: str, config: Any, facts: Mapping[str, Any]) -> str:
     begun = "a model of the same tokenizer" if "init" in origin else "random weights"
     if "target_layers" in origin:
         begun = f"the target's layers {', '.join(map(str, origin['target_layers']))}"
-    table = _table({
-        "parameters": f"{facts['parameters'] / 1e6:.2f} M ({facts['bytes'] / 1e6:.1f} MB)",
+    written = {}
+    if "written_tokens" in facts:
+        speed = f"{facts['written_tokens'] / 1e6:.2f} M tokens, {facts['written_tokens_per_s']} tokens/s"
+        written = {"text of draft model and target": speed}
+    rows = {
         "sizes": f"{config.num_hidden_layers} layers, hidden {config.hidden_size}, {config.num_attention_heads} heads",
         "begun from": begun,
         **_training(settings, facts),
         "speed": f"{facts['trained_tokens_per_s']} tokens/s trained",
-        **_written(facts),
+        **written,
         **_measured(facts["acceptance"], "token", facts),
-    })  # fmt: skip
-    return f"""---
-license: apache-2.0
-library_name: transformers
-pipeline_tag: text-generation
-tags: [speculative-decoding, draft-model]
----
-
-# Draft model for {name}
-
-Distilled from `{name}` by `foretoken train draft_model` (DistillSpec, arXiv 2310.08461).
-
-| | |
-|---|---|
-{table}
-
-Acceptance and tau (tokens a target pass, the target's own included) are of texts that the target writes to held-out
-prompts, {_MAX_TOKENS} tokens each; tau with chains of {CHAIN} tokens.
-
-| step | loss | most probable token is the target's, on training text (means of the steps around) |
-|---|---|---|
-{_points(facts)}
-
-```console
-{facts.get("command", "")}
-```
-"""
+    }
+    return _card(
+        facts, facts, rows,
+        tags="library_name: transformers\npipeline_tag: text-generation\ntags: [speculative-decoding, draft-model]",
+        title=f"Draft model for {name}",
+        origin=f"Distilled from `{name}` by `foretoken train draft_model` (DistillSpec, arXiv 2310.08461).",
+        drafts=f"chains of {CHAIN} tokens", first="most probable token is",
+    )  # fmt: skip
 
 
-def _written(facts: Mapping[str, Any]) -> dict[str, str]:
-    if "written_tokens" not in facts:
-        return {}
-    speed = f"{facts['written_tokens'] / 1e6:.2f} M tokens, {facts['written_tokens_per_s']} tokens/s"
-    return {"text of draft model and target": speed}
-
-
-def _table(rows: Mapping[str, str]) -> str:
-    return "\n".join(f"| {key} | {value} |" for key, value in rows.items())
-
-
-def _points(notes: Mapping[str, Any]) -> str:
-    return "\n".join(
+def _card(facts: Mapping[str, Any], notes: Mapping[str, Any], rows: Mapping[str, str], **texts: str) -> str:
+    parameters = f"{facts['parameters'] / 1e6:.2f} M ({facts['bytes'] / 1e6:.1f} MB)"
+    points = (
         f"| {point['step']} | {point['loss']:.3f} | {' '.join(f'{share:.3f}' for share in point['head_matches'])} |"
         for point in notes.get("curve", ())
     )
+    return _CARD.format(
+        rows="\n".join(f"| {key} | {value} |" for key, value in {"parameters": parameters, **rows}.items()),
+        points="\n".join(points), max_tokens=_MAX_TOKENS, command=notes.get("command", ""), **texts,
+    )  # fmt: skip
 
 
 def _training(settings: Mapping[str, Any], facts: Mapping[str, Any]) -> dict[str, str]:
     train, schedule = settings["train"], settings["train"]["schedule"]
-    objective = {key: value for key, value in _plain(settings["objective"]).items() if value}
+    objective = {key: value for key, value in settings["objective"].items() if value}
     if "jsd_weight" not in objective:
         objective.pop("jsd_beta", None)
     return {
         "training": f"{facts['steps']} steps of {train['batch_size']} x {train['length']} tokens, "
         f"{facts['tokens'] / 1e6:.2f} M tokens, {facts['seconds'] / 60:.0f} minutes in steps",
-        "objective": ", ".join(f"{key} {value}" for key, value in objective.items()),
+        "objective": _listed(objective),
         "optimiser": f"AdamW, peak {schedule['peak']:g} after {schedule['warmup_steps']} steps, cosine to "
         f"{schedule['floor']:g} of it, weight decay {train['weight_decay']:g}, clip {train['clip_norm']:g}, "
         f"seed {train['seed']}, {train['precision']}",
     }
 
 
-def trained_notes(notes: Mapping[str, Any], run: Path, command: str) -> dict[str, Any]:
-    """Returns the notes of a run with its curve, some points of it, and its command, with which a card can be written.
+def _listed(values: Mapping[str, Any]) -> str:
+    """Lists names and values, without the target's sizes; a nested table is in parentheses."""
+    return _nested(
+        {
+            key: f"({_nested(value)})" if isinstance(value, dict) else value
+            for key, value in values.items()
+            if key not in ("hidden_size", "vocab_size") and value is not None
+        }
+    )
 
-    `command` has its prompt: `$` of a shell or `>>>` of Python.
-    """
-    return {**notes, "curve": _thinned(read_curve(run)), "command": command}
 
-
-def _unit(checkpoint: HeadCheckpoint) -> str:
-    return "step" if isinstance(checkpoint.config, AutoregressiveConfig) else "head"
-
-
-def _dynamic(facts: Mapping[str, Any]) -> str:
-    nodes = facts.get("dynamic_tree_nodes")
-    static = f", {facts['tree_nodes']} nodes at this depth" if "tree_nodes" in facts else ""
-    return static if nodes is None else f"{static}, and with dynamic trees (EAGLE-2) of at most {nodes} nodes"
+def _nested(values: Mapping[str, Any]) -> str:
+    return ", ".join(f"{key} {value}" for key, value in values.items())
 
 
 def _autoregressive(checkpoint: HeadCheckpoint, settings: Mapping[str, Any]) -> dict[str, str]:
@@ -186,25 +177,11 @@ def _autoregressive(checkpoint: HeadCheckpoint, settings: Mapping[str, Any]) -> 
     if not isinstance(config, AutoregressiveConfig):
         return {}
     drafted = getattr(config, "draft_vocab_size", None) or len(checkpoint.draft_vocab or ()) or config.vocab_size
-    trained = {}
+    rows = {"taps": ", ".join(map(str, config.taps)), "drafts": f"{drafted} of {config.vocab_size} tokens"}
     if "passes" in settings["objective"]:  # Falcon trains one block
         steps = min(settings["objective"]["passes"], config.steps)
-        trained = {"steps trained": f"{steps}; acceptance is measured for {config.steps}"}
-    return {
-        "taps": ", ".join(map(str, config.taps)),
-        "drafts": f"{drafted} of {config.vocab_size} tokens",
-        **trained,
-    }
-
-
-def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
-    shown = {}
-    for key, value in values.items():
-        if key in ("hidden_size", "vocab_size") or value is None:
-            continue
-        nested = isinstance(value, dict)
-        shown[key] = f"({', '.join(f'{k} {v}' for k, v in value.items())})" if nested else value
-    return shown
+        rows["steps trained"] = f"{steps}; acceptance is measured for {config.steps}"
+    return rows
 
 
 def _measured(acceptance: Sequence[Sequence[float]] | None, unit: str, facts: Mapping[str, Any]) -> dict[str, str]:
@@ -221,10 +198,14 @@ def _measured(acceptance: Sequence[Sequence[float]] | None, unit: str, facts: Ma
     return rows
 
 
-def _thinned(curve: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Returns a few points of a curve, each the mean of the steps since the previous one."""
+def trained_notes(notes: Mapping[str, Any], run: Path, command: str) -> dict[str, Any]:
+    """Returns the notes of a run with what a card needs: some points of its curve, and its command.
+
+    Each point is the mean of the steps since the previous one. `command` has its prompt: `$` of a shell or `>>>` of
+    Python.
+    """
+    curve, points = read_curve(run), []
     size = max(1, -(-len(curve) // _NUM_POINTS))
-    points = []
     for begin in range(0, len(curve), size):
         part = curve[begin : begin + size]
         matches = zip(*(line["head_matches"] for line in part), strict=True)
@@ -235,14 +216,7 @@ def _thinned(curve: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
                 "head_matches": [round(sum(column) / len(part), 5) for column in matches],
             }
         )
-    return points
-
-
-_MAX_TOKENS = 128  # of a prompt; a choice: minutes for a report
-_AT_ONCE = 4  # sequences decoded together; a choice
-ADVICE = "Expected a new directory with enough room that may be written to. Make room, and run the same command again."
-_QUOTED_TREE = "mc_sim_7b_63"  # the tree of published figures, so that figures compare across machines
-_QUOTED_NODES = 64  # nodes of `_QUOTED_TREE`, root included
+    return {**notes, "curve": points, "command": command}
 
 
 def saved_head(
@@ -272,26 +246,26 @@ def saved_head(
         key: value.to(stored) if value.is_floating_point() else value for key, value in checkpoint.weights.items()
     }
     head = replace(checkpoint, weights=weights)
-    facts: dict[str, Any] = {
-        "method": head.config.method,
-        "parameters": sum(value.numel() for value in weights.values()),
-        "bytes": sum(value.numel() * value.itemsize for value in weights.values()),
-        **{key: value for key, value in checkpoint.notes.items() if key not in ("settings", "curve", "command")},
-    }
-    with told_as(ConfigError, f"'{out}'", ADVICE), new_directory(out) as place:
+    facts = _facts(head.config.method, weights.values(), checkpoint.notes)
+    with told_as(ConfigError, f"'{out}'", ADVICE), new_directory(out) as new:
         if workload is not None:
             progress = TokenProgress(workload, 3 * len(workload.temperatures), report=on_progress)
             measured = measured_acceptance(
                 head.module(dtype=torch.float32), target, tokenizer, workload, progress=progress
             )
             head = replace(head, acceptance=measured)
-            native.write_files(head, place)
-            facts |= _head_drafting(head.config, place, target, tokenizer, workload, progress)
-            assert head.acceptance is not None, "it was just measured"
-            facts["acceptance_of_first_candidate"] = [row[0] for row in head.acceptance]
-            facts["measured_on"] = workload.source
-        native.write_files(replace(head, notes={**checkpoint.notes, **facts}), place)
-        (place / "README.md").write_text(head_card(head, facts), encoding="utf-8")
+            native.write_files(head, new)
+            setup = {"method": head.config.method, "model": str(new)}
+            static, nodes = _drafting({**setup, "tree": _QUOTED_TREE}, target, tokenizer, workload, progress)
+            setup |= {"tree": "dynamic", "max_nodes": nodes, "num_speculative_tokens": head.config.steps}
+            dynamic, dynamic_nodes = _drafting(setup, target, tokenizer, workload, progress)
+            facts |= {
+                **static, **{f"dynamic_{key}": value for key, value in dynamic.items()}, "tree_nodes": nodes,
+                "dynamic_tree_nodes": dynamic_nodes, "acceptance_of_first_candidate": [row[0] for row in measured],
+                "measured_on": workload.source,
+            }  # fmt: skip
+        native.write_files(replace(head, notes={**checkpoint.notes, **facts}), new)
+        (new / "README.md").write_text(head_card(head, facts), encoding="utf-8")
     return {**facts, "directory": str(out)}
 
 
@@ -309,36 +283,38 @@ def saved_draft_model(
     """Writes a trained draft model as a model directory and measures it; arguments and result as of `saved_head`.
 
     `notes` are those of `trained_notes`; they go to `training.json` with the results. The weights of `student` get the
-    dtype of the files. `out` appears whole or not at all. Raises `ConfigError` when a file cannot be written, or `out`
-    is taken.
+    dtype of the files.
     """
     if training_processes().process_index:
         return None
     module: Any = student.module
     files = load_config(target.name).get_text_config()  # a loaded model's configuration has the dtype of its memory
     module.to(_stored_dtype(files, target.dtype) if dtype == "auto" else DTYPES[dtype])
-    weights = list(module.parameters())
-    facts: dict[str, Any] = {
-        "method": "draft_model",
+    facts = _facts("draft_model", list(module.parameters()), notes)
+    with told_as(ConfigError, f"'{out}'", ADVICE), new_directory(out) as new:
+        module.save_pretrained(new)
+        tokenizer.save_pretrained(new)
+        acceptance = None
+        if workload is not None:
+            progress = TokenProgress(workload, 2 * len(workload.temperatures), report=on_progress)
+            drafter = load_model(str(new), dtype=str(target.dtype).removeprefix("torch."), device=str(target.device))
+            acceptance = measured_acceptance(drafter, target, tokenizer, workload, progress=progress)
+            chain = {"method": "draft_model", "model": str(new), "tree": "chain", "num_speculative_tokens": CHAIN}
+            drafted, facts["tree_nodes"] = _drafting(chain, target, tokenizer, workload, progress)
+            facts |= {**drafted, "acceptance_of_first_candidate": [row[0] for row in acceptance]}
+        stored = {**notes, **facts, "acceptance": acceptance}
+        (new / "training.json").write_text(json.dumps(stored, indent=1) + "\n", encoding="utf-8")
+        (new / "README.md").write_text(draft_model_card(target.name, student.config, stored), encoding="utf-8")
+    return {**facts, "directory": str(out)}
+
+
+def _facts(method: str, weights: Collection[Tensor], notes: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "method": method,
         "parameters": sum(value.numel() for value in weights),
         "bytes": sum(value.numel() * value.itemsize for value in weights),
         **{key: value for key, value in notes.items() if key not in ("settings", "curve", "command")},
     }
-    with told_as(ConfigError, f"'{out}'", ADVICE), new_directory(out) as place:
-        module.save_pretrained(place)
-        tokenizer.save_pretrained(place)
-        acceptance = None
-        if workload is not None:
-            progress = TokenProgress(workload, 2 * len(workload.temperatures), report=on_progress)
-            drafter = load_model(str(place), dtype=str(target.dtype).removeprefix("torch."), device=str(target.device))
-            acceptance = measured_acceptance(drafter, target, tokenizer, workload, progress=progress)
-            chain = {"method": "draft_model", "model": str(place), "tree": "chain", "num_speculative_tokens": CHAIN}
-            drafted, facts["tree_nodes"] = _drafting(chain, target, tokenizer, workload, progress)
-            facts |= {**drafted, "acceptance_of_first_candidate": [row[0] for row in acceptance]}
-        stored = {**notes, **facts, "acceptance": acceptance}
-        (place / "training.json").write_text(json.dumps(stored, indent=1) + "\n", encoding="utf-8")
-        (place / "README.md").write_text(draft_model_card(target.name, student.config, stored), encoding="utf-8")
-    return {**facts, "directory": str(out)}
 
 
 def held_out_workload(prompts: str, num_prompts: int, target: LoadedModel, tokenizer: Any) -> Workload | None:
@@ -384,23 +360,6 @@ def save_target(target: LoadedModel, out: Path, *, tokenizer: Any, like: str) ->
 def _stored_dtype(config: Any, default: torch.dtype) -> torch.dtype:
     stored = getattr(config, "dtype", None)
     return stored if isinstance(stored, torch.dtype) else DTYPES.get(str(stored), default)
-
-
-def _head_drafting(
-    config: HeadConfig,
-    directory: Path,
-    target: LoadedModel,
-    tokenizer: Any,
-    workload: Workload,
-    progress: TokenProgress,
-) -> dict[str, Any]:
-    """Returns tokens a target pass and acceptance by depth; keys of dynamic trees begin with "dynamic"."""
-    head = {"method": config.method, "model": str(directory)}
-    static, nodes = _drafting({**head, "tree": _QUOTED_TREE}, target, tokenizer, workload, progress)
-    tree = {"tree": "dynamic", "max_nodes": nodes, "num_speculative_tokens": config.steps}
-    dynamic, dynamic_nodes = _drafting({**head, **tree}, target, tokenizer, workload, progress)
-    facts = {**static, **{f"dynamic_{key}": value for key, value in dynamic.items()}}
-    return {**facts, "tree_nodes": nodes, "dynamic_tree_nodes": dynamic_nodes}
 
 
 def _drafting(

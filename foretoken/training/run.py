@@ -21,6 +21,7 @@ from foretoken.files.bounded_reads import read_json_object
 from foretoken.files.processes import STOP_SIGNALS, run_lock, stop_signals
 from foretoken.formats.checkpoint import HeadCheckpoint, TargetFingerprint
 from foretoken.heads.base import Head, HeadConfig, build_head
+from foretoken.models.loaded import LoadedModel
 from foretoken.models.loading import wrap_model
 from foretoken.models.parts import TargetParts, target_parts
 from foretoken.training.draft_model import ModelTrainer, evaluator

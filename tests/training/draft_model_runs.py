@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 import training_runs
+from foretoken.models.loaded import LoadedModel
 from safetensors.torch import save_file
 
-from foretoken.models.loaded import LoadedModel
 from foretoken.models.smaller import pruned_model
 from foretoken.training.config import train_config
 from foretoken.training.draft_text import Distillation

@@ -15,6 +15,7 @@ import pytest
 import torch
 import trained_heads
 import training_runs
+from foretoken.models.loaded import LoadedModel
 from forked import forked
 from safetensors.torch import load_file
 from tiny_models import ARCHITECTURES, EOS_ID, VOCAB_SIZE, tiny_model
@@ -26,7 +27,6 @@ from foretoken import LLM, SamplingParams
 from foretoken.core.errors import ConfigError
 from foretoken.heads.base import WindowPositions
 from foretoken.models.generic import generate_plain, run_plain
-from foretoken.models.loaded import LoadedModel
 from foretoken.models.loading import wrap_model
 from foretoken.models.smaller import fresh_model, kept_layers, pruned_model
 from foretoken.training.config import train_config

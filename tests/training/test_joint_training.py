@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from foretoken.models.loaded import LoadedModel
 from tiny_models import tiny_model
 
 from foretoken import LLM, SamplingParams
@@ -16,7 +17,6 @@ from foretoken.core.errors import ConfigError
 from foretoken.formats import native
 from foretoken.heads.base import build_head
 from foretoken.models.generic import run_plain
-from foretoken.models.loaded import LoadedModel
 from foretoken.models.loading import wrap_model
 from foretoken.models.parts import target_parts
 from foretoken.training.config import JointConfig, head_config, objective_config, train_config

@@ -12,12 +12,12 @@ from typing import Any
 
 import numpy as np
 import torch
+from foretoken.models.loaded import LoadedModel
 from safetensors.torch import save_file
 from tiny_models import VOCAB_SIZE, tiny_model
 from torch import Tensor
 
 from foretoken.formats.checkpoint import HeadCheckpoint
-from foretoken.models.loaded import LoadedModel
 from foretoken.models.loading import wrap_model
 from foretoken.training.config import head_config, objective_config, train_config
 from foretoken.training.data.packed import PackedTokens
