@@ -34,10 +34,8 @@ from foretoken.training.trainer import Processes, StepReport, Trainer
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
-    from foretoken.models.loaded import LoadedModel
-    from foretoken.training.config import TrainConfig
     from foretoken.training.evaluation import EvaluationConfig
-    from foretoken.training.trainer import Batches, MicroBatch
+    from foretoken.training.trainer import Batches, MicroBatch, TrainConfig
 
 CHAIN = 5  # tokens of the chains in evaluations; DistillSpec's gamma is 3 to 7
 _PROMPT_SHARE = 0.25  # of a window, in evaluations; a choice

@@ -13,28 +13,53 @@ Letters: B sequences, S positions, E hidden size, V vocabulary, K heads.
 from __future__ import annotations
 
 import copy
+import math
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor, nn
+from typing_extensions import override
 
 from foretoken.core.errors import ConfigError
 from foretoken.models.parts import target_parts
 from foretoken.training.losses import LossWeights, TargetRows, distances, target_rows
-from foretoken.training.objective_base import Examples, HeadSums, Objective, accumulate
-from foretoken.training.trainer import Batches, HeadTrainer, Processes, parameter_groups
+from foretoken.training.objective_base import Examples, HeadSums, Objective, accumulate, label_counts
+from foretoken.training.trainer import Batches, Processes, Trainer, parameter_groups
 
 if TYPE_CHECKING:
     from foretoken.heads.base import Head
     from foretoken.models.loaded import LoadedModel
-    from foretoken.training.config import JointConfig, TrainConfig
-    from foretoken.training.trainer import MicroBatch
+    from foretoken.training.trainer import MicroBatch, TrainConfig
 
 _PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
-class JointTrainer(HeadTrainer):
+class JointConfig(BaseModel):
+    """Settings of the backbone's training."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    # "lora": low-rank adapters on every projection and an untied LM head; "full": all weights.
+    backbone: Literal["lora", "full"] = "lora"
+    head_weight: float = Field(default=0.2, gt=0)  # largest lambda
+    head_warmup: Literal["constant", "linear", "sine"] = "constant"  # rise of lambda
+    warmup_part: float = Field(default=1.0, gt=0, le=1)  # part of the steps until lambda is largest
+    rate_factor: float = Field(default=0.25, gt=0)  # learning rate of the backbone as a part of the heads'
+    self_distillation: bool = True  # towards the original's distributions instead of the text
+    lora_rank: int = Field(default=32, ge=1)
+    lora_alpha: int = Field(default=16, ge=1)  # scale of the adapters times the rank
+    lora_dropout: float = Field(default=0.05, ge=0, lt=1)  # before the adapters in training
+
+    def weight(self, step: int, num_steps: int) -> float:
+        """Returns the heads' weight in a step, counted from 0."""
+        progress = min((step + 1) / (self.warmup_part * num_steps), 1.0)
+        shape = {"constant": 1.0, "linear": progress, "sine": math.sin(math.pi / 2 * progress)}
+        return self.head_weight * shape[self.head_warmup]
+
+
+class JointTrainer(Trainer):
     """A head and its target in training."""
 
     def __init__(
@@ -57,20 +82,23 @@ class JointTrainer(HeadTrainer):
                 f"a {head.config.method} head cannot be trained together with its target. Expected a head that reads "
                 "the last feature alone. Leave --joint out."
             )
-        self._joint, self._device = joint, target.device
-        # Only self-distillation needs the original.
+        self._joint, self._target = joint, target
+        module: Any = target.module
+        module.set_attn_implementation("sdpa")
+        # Only self-distillation needs the original, and adapters can be switched off.
         needs_copy = joint.self_distillation and joint.backbone == "full"
-        self._original = copy.deepcopy(target.module).requires_grad_(requires_grad=False) if needs_copy else None
-        target.module.set_attn_implementation("sdpa")  # type: ignore[operator]
-        if self._original is not None:
-            self._original.set_attn_implementation("sdpa")  # type: ignore[operator]
-        self._target = target
-        self._adapted: Any = _with_adapters(target, joint) if joint.backbone == "lora" else target.module
-        if joint.backbone == "full":
-            self._adapted.requires_grad_(requires_grad=True)
+        self._original = copy.deepcopy(module).requires_grad_(requires_grad=False) if needs_copy else None
+        if joint.backbone == "lora":
+            self._adapted: Any = _with_adapters(module, joint)
+        else:
+            self._adapted = module.requires_grad_(requires_grad=True)
+        decay = config.weight_decay
+        self.head, self._parts, self._objective = head, target_parts(target), objective
         super().__init__(
-            head, target_parts(target), objective, config, batches, lambda _, tokens: tokens, processes=processes,
-            is_new=False,  # features come with the pass that learns, and change
+            _Trained(head, self._adapted), config, batches,
+            lambda _, tokens: tokens,  # features come with the pass that learns, and change
+            processes=processes,
+            groups=[*parameter_groups(head, decay), *parameter_groups(self._adapted, decay, joint.rate_factor)],
         )  # fmt: skip
 
     def merged_target(self) -> Any:
@@ -80,24 +108,22 @@ class JointTrainer(HeadTrainer):
         self._adapted.requires_grad_(requires_grad=False)
         return self._adapted.eval()
 
-    def _trained(self) -> nn.Module:
-        return _Trained(self.head, self._adapted)
-
-    def _groups(self) -> list[dict[str, Any]]:
-        decay = self._config.weight_decay
-        return [*parameter_groups(self.head, decay), *parameter_groups(self._adapted, decay, self._joint.rate_factor)]
-
+    @override
     def _counts(self, supervised: Tensor) -> Tensor:
         """Returns (K + 1,): the heads' positions and, last, the backbone's."""
-        return torch.cat([super()._counts(supervised), supervised[:, 1:].sum().double().reshape(1)])
+        heads = label_counts(supervised, self._objective.steps(self.head.config))
+        return torch.cat([heads, supervised[:, 1:].sum().double().reshape(1)])
 
+    @override
     def _divisors(self, counts: Tensor) -> Tensor:
-        return torch.cat([super()._divisors(counts[:-1]), counts[-1:]])
+        return torch.cat([self._objective.divisors(counts[:-1]), counts[-1:]])
 
+    @override
     def _weights(self, step: int) -> list[float]:
         weight = self._joint.weight(step, self._config.schedule.num_steps)
-        return [*(weight * part for part in super()._weights(step)), 1.0]
+        return [*(weight * part for part in self._objective.step_weights(self.head.config)), 1.0]
 
+    @override
     def _backward(self, step: int, batch: MicroBatch, counts: Tensor) -> HeadSums:
         """See `Trainer`; ignores `features`, since the backbone's own have a gradient."""
         backbone = self._target.backbone
@@ -162,7 +188,7 @@ class _Trained(nn.Module):
         return super().load_state_dict(state_dict, strict=False, assign=assign)
 
 
-def _with_adapters(target: LoadedModel, joint: JointConfig) -> Any:
+def _with_adapters(module: Any, joint: JointConfig) -> Any:
     """Adds adapters to the projections, and to an untied LM head."""
     try:
         from peft import LoraConfig, get_peft_model
@@ -170,7 +196,6 @@ def _with_adapters(target: LoadedModel, joint: JointConfig) -> Any:
         raise ConfigError(
             "low-rank adapters need peft. Run in foretoken's repository: pip install '.[train]'."
         ) from err
-    module: Any = target.module
     names = {name.rsplit(".", 1)[-1] for name, _ in module.named_modules()}
     found = [name for name in _PROJECTIONS if name in names]
     if not found:

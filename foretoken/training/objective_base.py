@@ -103,6 +103,10 @@ class Objective(Divergences):
         for hidden in head.teacher_forced(given.features, given.tokens, parts, given.positions):
             yield Fed(hidden)
 
+    def step_weights(self, config: HeadConfig) -> list[float]:
+        """Returns the K weights of the steps' losses."""
+        return [self.head_decay**index for index in range(self.steps(config))]
+
     def divisors(self, counts: Tensor) -> Tensor:
         """Returns (K,) divisors of the sums of losses; counts: (K,) positions of each step in the whole batch."""
         return counts

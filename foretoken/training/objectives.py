@@ -31,6 +31,8 @@ from pydantic import Field
 from torch import Tensor
 from typing_extensions import override
 
+from foretoken.core.checks import validated
+from foretoken.core.errors import ConfigError, nearest_name_hint
 from foretoken.heads.base import Head, HeadConfig, UnrolledHead
 from foretoken.heads.eagle import EagleConfig
 from foretoken.heads.eagle3 import Eagle3Config
@@ -43,11 +45,12 @@ from foretoken.models.parts import STATIC_KINDS, TargetParts, target_base, targe
 from foretoken.training.objective_base import Examples, Fed, Objective, first_candidates
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Mapping
 
     from foretoken.models.loaded import LoadedModel
     from foretoken.training.losses import LossWeights
 
+DRAFT_MODEL = "draft_model"  # the method that trains no head, but a whole model
 _NOISE_WINDOW = 512  # window length of the published noise
 
 
@@ -312,3 +315,26 @@ METHODS = {
     "spire": TrainedMethod(SpireConfig, SpireObjective, _spire_sizes),
     "falcon": TrainedMethod(FalconConfig, FalconObjective, lambda target: {"layer": _layer_like(target)}),
 }
+
+
+def trained_method(method: str) -> TrainedMethod:
+    """Returns the row of `METHODS`; raises `ConfigError` for an unknown method, with the nearest name."""
+    if method not in METHODS:
+        known = sorted({*METHODS, DRAFT_MODEL})
+        raise ConfigError(f"there is no head '{method}' to train. {nearest_name_hint(method, known)}")
+    return METHODS[method]
+
+
+def head_config(method: str, target: LoadedModel, sizes: Mapping[str, Any]) -> HeadConfig:
+    """Returns a new head's configuration with `sizes`; raises `ConfigError` for unknown names and wrong values."""
+    found = trained_method(method)
+    fixed = sorted({"hidden_size", "vocab_size"} & sizes.keys())
+    if fixed:
+        raise ConfigError(f"'{fixed[0]}' of a {method} head is the target's. Expected no value here. Leave it out.")
+    own = {"hidden_size": int(target.config.hidden_size), "vocab_size": target.vocab_size}
+    return validated(found.config, {**own, **found.default_sizes(target), **sizes}, f"a {method} head")
+
+
+def objective_config(method: str, weights: Mapping[str, Any]) -> Objective:
+    """Returns the objective of a head; weights: values that replace its defaults. Raises as `head_config`."""
+    return validated(trained_method(method).objective, weights, f"the objective of {method}")

@@ -39,13 +39,13 @@ from foretoken.core.errors import ConfigError, ModelError, RequestError, describ
 from foretoken.decoder.library import set_num_threads
 from foretoken.entrypoints.model_arguments import load_target
 from foretoken.files.atomic_files import new_directory
-from foretoken.training.config import train_config
 from foretoken.training.data.packed import PackedForm, PackedTokens, PackedWriter
 from foretoken.training.data.records import Document
 from foretoken.training.draft_model import acceptance_rates, new_student
 from foretoken.training.draft_text import Distillation
 from foretoken.training.report import saved_draft_model, trained_notes
 from foretoken.training.run import Interrupted, ModelSettings, train_model
+from foretoken.training.trainer import train_config
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -36,11 +36,11 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from foretoken.models.loaded import LoadedModel
-    from foretoken.training.config import JointConfig, TrainConfig
     from foretoken.training.draft_text import Distillation
     from foretoken.training.evaluation import EvaluationConfig
+    from foretoken.training.joint import JointConfig
     from foretoken.training.objective_base import Divergences, Objective
+    from foretoken.training.trainer import TrainConfig
 
 _SETTINGS = "settings.json"
 

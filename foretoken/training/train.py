@@ -25,18 +25,12 @@ from foretoken.formats.files import local_head
 from foretoken.formats.registry import read_head
 from foretoken.heads.base import build_head
 from foretoken.models.loaded import DTYPES
-from foretoken.training.config import (
-    DRAFT_MODEL,
-    JointConfig,
-    head_config,
-    objective_config,
-    train_config,
-    trained_method,
-)
 from foretoken.training.data.packed import PackedTokens
 from foretoken.training.draft_model import new_student
 from foretoken.training.draft_text import Distillation
 from foretoken.training.evaluation import EvaluationConfig
+from foretoken.training.joint import JointConfig
+from foretoken.training.objectives import DRAFT_MODEL, head_config, objective_config, trained_method
 from foretoken.training.report import (
     ADVICE,
     held_out_seconds,
@@ -48,6 +42,7 @@ from foretoken.training.report import (
 )
 from foretoken.training.run import HeadSettings, ModelSettings, train_head, train_jointly, train_model
 from foretoken.training.run_state import read_curve
+from foretoken.training.trainer import train_config
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

@@ -14,12 +14,14 @@ import time
 from abc import ABC, abstractmethod
 from collections import deque
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 import torch
+from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor, nn
 from typing_extensions import override
 
+from foretoken.core.checks import validated
 from foretoken.core.errors import ConfigError, ModelError
 from foretoken.heads.base import WindowPositions
 from foretoken.heads.eagle import EagleHead
@@ -29,18 +31,69 @@ from foretoken.training.objective_base import Examples, HeadSums, Objective, acc
 from foretoken.training.run_state import Progress, load_state, save_state, saved_states
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Mapping
     from pathlib import Path
 
     from foretoken.heads.base import Head
     from foretoken.models.parts import TargetParts
-    from foretoken.training.config import TrainConfig
-
 
 _MAX_ANCHOR = 4  # tokens, as published
 _BAD_STEPS_IN_A_ROW = 5  # a choice: one step may overflow by chance, and the run ends after so many
 _RECENT_STEPS = 20  # steps of the rate in progress lines; a choice
 _START_PART = 8  # the part of a run that first weights may take, as 1 / _START_PART; a choice
+
+
+class Schedule(BaseModel):
+    """Learning rate of every optimiser step; a run that is stored or resumed keeps it."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    peak: float = Field(default=1e-3, gt=0)
+    num_steps: int = Field(default=1000, ge=1)
+    warmup_steps: int = Field(default=50, ge=0)  # of linear rise from near 0
+    floor: float = Field(default=0.05, gt=0, le=1)  # last rate / peak; at 0 an extended run would learn nothing
+    seconds: float | None = Field(default=None, gt=0)  # the run ends after so many, and the rate falls by this clock
+
+    def done(self, step: int, seconds: float) -> float:
+        """Returns the share of the run that is done after some steps, which took some seconds."""
+        return max(step / self.num_steps, 0.0 if self.seconds is None else seconds / self.seconds)
+
+    def rate(self, step: int, seconds: float = 0.0) -> float:
+        """Returns the learning rate of a step, counted from 0, that begins after `seconds` of steps."""
+        if step < self.warmup_steps:
+            return self.peak * (step + 1) / self.warmup_steps
+        length = max(self.num_steps - self.warmup_steps - 1, 1)
+        by_time = 0.0 if self.seconds is None else seconds / self.seconds
+        progress = min(max((step - self.warmup_steps) / length, by_time), 1.0)
+        return self.peak * (self.floor + (1 - self.floor) * 0.5 * (1 + math.cos(math.pi * progress)))
+
+
+class TrainConfig(BaseModel):
+    """Batches and optimiser. The settings are stored beside checkpoints and must not change when a run is resumed."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    schedule: Schedule = Schedule()
+    batch_size: int = Field(default=8, ge=1, le=1 << 16)  # windows of a global batch, over all processes
+    micro_batch_size: int | None = Field(default=None, ge=1)  # computed at once by one process; None: all of its share
+    length: int = Field(default=512, ge=4)  # tokens of a window
+    max_offset: int = Field(default=0, ge=0)  # largest random offset of the positions, see `WindowPositions`
+    repeats_windows: bool = False  # whether all epochs cut the data at the same places, see `PackedTokens`
+    weight_decay: float = Field(default=0.01, ge=0)
+    betas: tuple[float, float] = (0.9, 0.95)
+    clip_norm: float = Field(default=1.0, gt=0)  # greatest norm of the gradient
+    precision: Literal["float32", "bfloat16"] = "float32"  # of GEMMs: bfloat16 by autocast with float32 weights
+    seed: int = Field(default=0, ge=0)  # of weights, order of the data and dropout
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """The dtype of GEMMs and of frozen weights; trained weights are in float32."""
+        return torch.bfloat16 if self.precision == "bfloat16" else torch.float32
+
+
+def train_config(values: Mapping[str, Any]) -> TrainConfig:
+    """Returns the checked settings of a run; raises `ConfigError` for unknown names and wrong values."""
+    return validated(TrainConfig, values, "training")
 
 
 class Processes:
@@ -51,6 +104,10 @@ class Processes:
     def sum(self, tensor: Tensor) -> Tensor:
         """Returns the sum over all processes."""
         return tensor
+
+    def own(self, batch: Tensor) -> Tensor:
+        """Returns the rows of a global batch that this process computes."""
+        return batch[self.process_index :: self.num_processes]
 
 
 class _Launched(Processes):
@@ -88,36 +145,21 @@ class Batches(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepReport:
-    """The result of one optimiser step.
+    """The result of one optimiser step. A value that was not measured in this step is None."""
 
-    Attributes:
-        step: Steps done, this one included.
-        done: Share of the run that is done, by its steps or its seconds.
-        loss: Weighted sum of the heads' mean losses.
-        head_losses: Mean loss of each head.
-        head_matches: Share of positions at which each head's first candidate is the target's.
-        held_out_tau: After an evaluation, the expected tokens of a target pass that verifies a chain of K tokens, the
-            target's own included; else None.
-        held_out_acceptance: After an evaluation, the shares of `EvaluationConfig.evaluator`; else None.
-        held_out_alpha: After an evaluation of a draft model, its acceptance rates on what the target writes at
-            temperatures 0 and 1: the share of equal most probable tokens, and the mean of sum(min(p, q)); else None.
-        written_tokens_per_s: Of the texts that were written for this step and the next ones; None if none were.
-        seconds_after: Of `foretoken.train`, expected seconds of the measurement after the last step; else None.
-    """
-
-    step: int
-    done: float
-    loss: float
-    head_losses: list[float]
-    head_matches: list[float]
+    step: int  # steps done, this one included
+    done: float  # share of the run that is done, by its steps or its seconds
+    loss: float  # weighted sum of the heads' mean losses
+    head_losses: list[float]  # mean loss of each head
+    head_matches: list[float]  # share of positions at which each head's first candidate is the target's
     rate: float
     grad_norm: float
     tokens_per_s: float
-    held_out_tau: float | None = None
-    held_out_acceptance: list[float] | None = None
-    held_out_alpha: list[float] | None = None
-    written_tokens_per_s: float | None = None
-    seconds_after: float | None = None
+    held_out_tau: float | None = None  # expected tokens of a target pass that verifies a chain, its own included
+    held_out_acceptance: list[float] | None = None  # shares of drafts with d right first tokens, from d = 1
+    held_out_alpha: list[float] | None = None  # of a draft model, see `foretoken.training.evaluation.acceptance_rates`
+    written_tokens_per_s: float | None = None  # of the text that was written for this step and the next ones
+    seconds_after: float | None = None  # of `foretoken.train`: expected seconds of the measurement after the last step
 
     @property
     def tau(self) -> float:
@@ -126,40 +168,36 @@ class StepReport:
 
 
 class MicroBatch(NamedTuple):
-    """Windows of a step that are worked on at once, on the device.
+    """Windows of a step that are worked on at once, on the device."""
 
-    Attributes:
-        tokens: (B, S) int64.
-        supervised: (B, S) bool, the labels.
-        features: (B, S, F E), the target's.
-        positions: Where the student reads the windows.
-    """
-
-    tokens: Tensor
-    supervised: Tensor
-    features: Tensor
-    positions: WindowPositions
+    tokens: Tensor  # (B, S) int64
+    supervised: Tensor  # (B, S) bool, the labels
+    features: Tensor  # (B, S, F E), the target's
+    positions: WindowPositions  # where the student reads the windows
 
 
 class Trainer(ABC):
-    """A module in training, in float32, and the progress of the run; a subclass knows the module and its loss."""
+    """A module in training, in float32, and the progress of the run; a subclass knows the loss."""
 
     def __init__(
         self,
+        module: nn.Module,
         config: TrainConfig,
         batches: Batches,
         features: Callable[[int, Tensor], Tensor],
         *,
         processes: Processes | None = None,
+        groups: list[dict[str, Any]] | None = None,
     ) -> None:
-        """Prepares a run at step 0.
+        """Prepares a run at step 0 of `module`, which is optimised and saved.
 
-        `features` returns what the target computes for a step and (B, S) tokens of this process.
+        `features` returns what the target computes for a step and (B, S) tokens of this process. `groups` are parameter
+        groups of the optimiser; None for those of `parameter_groups`.
         """
-        self._config, self._batches, self._features = config, batches, features
+        self._module, self._config, self._batches, self._features = module, config, batches, features
         self._processes = processes or Processes()
-        self._module = self._trained()
-        self._optimizer = torch.optim.AdamW(self._groups(), lr=config.schedule.peak, betas=config.betas, fused=True)
+        groups = groups or parameter_groups(module, config.weight_decay)
+        self._optimizer = torch.optim.AdamW(groups, lr=config.schedule.peak, betas=config.betas, fused=True)
         self.progress = Progress()
         self._recent: deque[tuple[float, int]] = deque(maxlen=_RECENT_STEPS)
         self._bad_steps = 0
@@ -168,10 +206,6 @@ class Trainer(ABC):
     def device(self) -> torch.device:
         """The device of the trained weights."""
         return next(self._module.parameters()).device
-
-    @abstractmethod
-    def _trained(self) -> nn.Module:
-        """Returns the module that is optimised and saved."""
 
     @abstractmethod
     def _counts(self, supervised: Tensor) -> Tensor:
@@ -184,10 +218,6 @@ class Trainer(ABC):
     @abstractmethod
     def _backward(self, step: int, batch: MicroBatch, counts: Tensor) -> HeadSums:
         """Adds the gradients of a micro-batch; counts: (K,) of the global batch."""
-
-    def _groups(self) -> list[dict[str, Any]]:
-        """Returns the parameter groups of the optimiser."""
-        return parameter_groups(self._module, self._config.weight_decay)
 
     def _divisors(self, counts: Tensor) -> Tensor:
         """Returns (K,) divisors of the sums of these losses; counts: (K,) positions."""
@@ -282,9 +312,11 @@ class Trainer(ABC):
     def _common(self, seconds: float) -> float:
         """Returns the mean over all processes, which therefore end after the same step."""
         world = self._processes.num_processes
-        if world == 1:
-            return seconds
-        return float(self._processes.sum(torch.tensor([seconds], device=self.device))) / world
+        return seconds if world == 1 else float(self._summed(torch.tensor([seconds]))) / world
+
+    def _summed(self, tensor: Tensor) -> Tensor:
+        """Returns the sum of a tensor on the host over all processes."""
+        return tensor if self._processes.num_processes == 1 else self._processes.sum(tensor.to(self.device)).cpu()
 
     @property
     def _done(self) -> float:
@@ -293,12 +325,11 @@ class Trainer(ABC):
 
     def _gradients(self, step: int, tokens: Tensor, supervised: Tensor, counts: Tensor) -> HeadSums:
         """Leaves the gradient of the global batch's loss in the parameters; returns the global sums."""
-        world, rank = self._processes.num_processes, self._processes.process_index
         device = self.device
-        own_tokens, own_supervised = tokens[rank::world].to(device), supervised[rank::world].to(device)
+        own_tokens, own_supervised = (self._processes.own(each).to(device) for each in (tokens, supervised))
         # With more processes than windows some have none, and targets cannot run on an empty batch.
         features = self._features(step, own_tokens).to(device) if len(own_tokens) else own_tokens
-        anchor, offset = (each[rank::world].to(device) for each in drawn_positions(self._config, step))
+        anchor, offset = (self._processes.own(each).to(device) for each in drawn_positions(self._config, step))
         self._module.train()
         total: HeadSums | None = None
         size = self._config.micro_batch_size or max(len(own_tokens), 1)
@@ -358,31 +389,27 @@ class HeadTrainer(Trainer):
         `is_new`: whether the weights know nothing of the target's texts.
         """
         self.head, self._parts, self._objective, self._is_new = head, parts, objective, is_new
-        super().__init__(config, batches, features, processes=processes)
-
-    @override
-    def _trained(self) -> nn.Module:
-        return self.head
+        super().__init__(head, config, batches, features, processes=processes)
 
     @override
     def begin(self) -> bool:
         """Fits the fusing layer of a new EAGLE head to the batches of the first steps; their time counts."""
         if not self._is_new or not isinstance(self.head, EagleHead):
             return False
-        config, world, rank = self._config, self._processes.num_processes, self._processes.process_index
+        config = self._config
         begin, fit = time.perf_counter(), LinearStart(self.head, self._parts)
         most = max(config.schedule.num_steps // _START_PART, 1)
         limit = math.inf if config.schedule.seconds is None else config.schedule.seconds / _START_PART
         step, count = 0, min(-(-fit.num_tokens // (config.batch_size * config.length)), most)
         while step < count:
             tokens, _ = self._batches.batch(step, batch_size=config.batch_size, length=config.length, seed=config.seed)
-            own = tokens[rank::world].to(self.device)
+            own = self._processes.own(tokens).to(self.device)
             if len(own):
                 fit.add(own, self._features(step, own).to(self.device)[..., -self.head.config.hidden_size :])
             if step == 0 and limit < math.inf:
                 count = min(count, max(int(limit / self._common(time.perf_counter() - begin)), 1))
             step += 1
-        fit.finish(lambda sums: self._processes.sum(sums.to(self.device)).cpu() if world > 1 else sums)
+        fit.finish(self._summed)
         self.progress.seconds += min(self._common(time.perf_counter() - begin), limit)  # or no step would be left
         return True
 
@@ -396,7 +423,7 @@ class HeadTrainer(Trainer):
 
     @override
     def _weights(self, step: int) -> list[float]:
-        return [self._objective.head_decay**index for index in range(self._objective.steps(self.head.config))]
+        return self._objective.step_weights(self.head.config)
 
     @override
     def _backward(self, step: int, batch: MicroBatch, counts: Tensor) -> HeadSums:

@@ -24,7 +24,7 @@ from foretoken.heads.base import AutoregressiveHead, UnrolledHead, build_head
 from foretoken.models.loaded import LoadedModel
 from foretoken.models.loading import wrap_model
 from foretoken.models.parts import target_parts
-from foretoken.training.config import head_config
+from foretoken.training.objectives import head_config
 from foretoken.training.teacher import Teacher
 
 E = 32  # hidden size of the target

@@ -31,7 +31,7 @@ from foretoken.heads.base import build_head
 from foretoken.models.loading import wrap_model
 from foretoken.models.parts import target_parts
 from foretoken.runner.runner import Runner
-from foretoken.training.config import head_config
+from foretoken.training.objectives import head_config
 
 TOKENS = torch.tensor([40, 3, 17, 5, 60, 61, 2, 33, 21, 22, 23, 50, 11, 12, 13, 14, 15])  # more than one panel
 

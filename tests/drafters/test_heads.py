@@ -27,7 +27,7 @@ from foretoken.heads.hydra import HydraHeads
 from foretoken.models.loading import wrap_model
 from foretoken.models.parts import target_parts
 from foretoken.runner.costs import CostCurve
-from foretoken.training.config import head_config
+from foretoken.training.objectives import head_config
 from foretoken.trees.choices import PUBLISHED
 from tests.tree_checks import check_tree
 

@@ -25,7 +25,7 @@ from foretoken.formats.checkpoint import HeadCheckpoint, TargetFingerprint
 from foretoken.heads.base import build_head
 from foretoken.models.loading import wrap_model
 from foretoken.models.parts import target_parts
-from foretoken.training.config import head_config
+from foretoken.training.objectives import head_config
 
 pytestmark = pytest.mark.native
 

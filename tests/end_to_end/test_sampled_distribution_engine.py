@@ -40,7 +40,7 @@ from foretoken.formats import native
 from foretoken.formats.checkpoint import HeadCheckpoint, TargetFingerprint
 from foretoken.heads.base import build_head
 from foretoken.models.loading import wrap_model
-from foretoken.training.config import head_config
+from foretoken.training.objectives import head_config
 from foretoken.trees.expansion import TreeExpansion
 from foretoken.trees.stopping import PathFloors
 

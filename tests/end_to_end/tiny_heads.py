@@ -16,8 +16,8 @@ from foretoken.formats.checkpoint import HeadCheckpoint, TargetFingerprint
 from foretoken.heads.base import build_head
 from foretoken.models.loading import wrap_model
 from foretoken.models.parts import target_parts
-from foretoken.training.config import head_config, objective_config
 from foretoken.training.objective_base import Examples, accumulate, label_counts
+from foretoken.training.objectives import head_config, objective_config
 from foretoken.training.teacher import Teacher
 
 # Name of the head to its method and sizes; Hydra with a prefix layer is Hydra++.

@@ -17,7 +17,7 @@ from foretoken.heads.spire import SpireConfig, SpireHead, evenly_spaced
 from foretoken.models.loaded import LoadedModel
 from foretoken.models.loading import wrap_model
 from foretoken.models.parts import TargetParts, target_parts
-from foretoken.training.config import head_config
+from foretoken.training.objectives import head_config
 from foretoken.training.teacher import Teacher
 
 SAME = {"rtol": 1e-9, "atol": 1e-9}

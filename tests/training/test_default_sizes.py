@@ -8,7 +8,7 @@ import pytest
 from tiny_models import tiny_model
 
 from foretoken.models.loading import wrap_model
-from foretoken.training.config import head_config
+from foretoken.training.objectives import head_config
 
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
 

@@ -29,7 +29,6 @@ from foretoken.heads.base import WindowPositions
 from foretoken.models.generic import generate_plain, run_plain
 from foretoken.models.loading import wrap_model
 from foretoken.models.smaller import fresh_model, kept_layers, pruned_model
-from foretoken.training.config import train_config
 from foretoken.training.data.packed import PackedForm, PackedTokens, PackedWriter
 from foretoken.training.data.records import Document
 from foretoken.training.draft_model import CHAIN, ModelTrainer, evaluator, new_student
@@ -38,7 +37,7 @@ from foretoken.training.evaluation import EvaluationConfig
 from foretoken.training.run import train_model
 from foretoken.training.run_state import saved_states
 from foretoken.training.train import train
-from foretoken.training.trainer import drawn_positions
+from foretoken.training.trainer import drawn_positions, train_config
 
 
 def windows(count: int = 4, length: int = 16) -> tuple[Tensor, Tensor]:

@@ -24,7 +24,6 @@ from foretoken.formats import native
 from foretoken.formats.checkpoint import HeadCheckpoint, TargetFingerprint
 from foretoken.models.parts import target_parts
 from foretoken.runner.runner import Runner
-from foretoken.training.config import head_config
 from foretoken.training.doctor.checks import (
     Check,
     check_agreement,
@@ -44,6 +43,7 @@ from foretoken.training.doctor.readings import (
     Agreement,
     DraftingFigures,
 )
+from foretoken.training.objectives import head_config
 from foretoken.training.teacher import Teacher
 
 _UNDERTRAINED = (1, 3, 20)

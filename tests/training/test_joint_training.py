@@ -19,9 +19,10 @@ from foretoken.heads.base import build_head
 from foretoken.models.generic import run_plain
 from foretoken.models.loading import wrap_model
 from foretoken.models.parts import target_parts
-from foretoken.training.config import JointConfig, head_config, objective_config, train_config
-from foretoken.training.joint import JointTrainer
+from foretoken.training.joint import JointConfig, JointTrainer
+from foretoken.training.objectives import head_config, objective_config
 from foretoken.training.run import HeadSettings, train_jointly
+from foretoken.training.trainer import train_config
 
 pytest.importorskip("peft")
 # peft asks transformers by a name that will go.

@@ -10,9 +10,8 @@ import torch
 import training_runs
 
 from foretoken.training import trainer
-from foretoken.training.config import Schedule
 from foretoken.training.run import train_head
-from foretoken.training.trainer import StepReport
+from foretoken.training.trainer import Schedule, StepReport
 
 
 def test_warmup_rises_in_equal_steps_to_the_peak() -> None:

@@ -13,10 +13,9 @@ from foretoken.heads.decoder_layer import LayerConfig
 from foretoken.heads.eagle import EagleConfig, EagleHead
 from foretoken.models.parts import TargetParts
 from foretoken.training import least_squares, trainer
-from foretoken.training.config import TrainConfig
 from foretoken.training.least_squares import LinearStart
 from foretoken.training.objectives import HassObjective
-from foretoken.training.trainer import HeadTrainer, Processes
+from foretoken.training.trainer import HeadTrainer, Processes, TrainConfig
 
 E, V, B, S = 8, 30, 4, 40
 LAYER = LayerConfig(num_attention_heads=2, num_key_value_heads=1, head_dim=4, intermediate_size=12)

@@ -15,11 +15,11 @@ from foretoken.core.errors import ConfigError
 from foretoken.heads.base import WindowPositions, build_head
 from foretoken.models.loading import wrap_model
 from foretoken.models.parts import target_parts
-from foretoken.training.config import head_config, train_config
+from foretoken.training.objectives import head_config
 from foretoken.training.run import train_head
 from foretoken.training.teacher import Teacher
 from foretoken.training.train import _max_offset
-from foretoken.training.trainer import drawn_positions
+from foretoken.training.trainer import drawn_positions, train_config
 
 ROTATING = ("eagle", "eagle3", "hydra", "falcon")
 

@@ -17,11 +17,11 @@ from transformers import PreTrainedTokenizerFast
 from foretoken.formats.checkpoint import HeadCheckpoint, TargetFingerprint
 from foretoken.models.loading import wrap_model
 from foretoken.models.parts import target_parts
-from foretoken.training.config import head_config, objective_config, train_config
 from foretoken.training.doctor.checks import fresh_head
 from foretoken.training.doctor.readings import IN_PLACE, Texts, greedy_texts, read_features
+from foretoken.training.objectives import head_config, objective_config
 from foretoken.training.teacher import Teacher
-from foretoken.training.trainer import HeadTrainer
+from foretoken.training.trainer import HeadTrainer, train_config
 
 MAX_TOKENS = 40
 PROMPTS = [" ".join(f"t{(7 * i + 13 * j * j + 5) % VOCAB_SIZE}" for j in range(6 + i % 3)) for i in range(24)]

@@ -19,9 +19,10 @@ from torch import Tensor
 
 from foretoken.formats.checkpoint import HeadCheckpoint
 from foretoken.models.loading import wrap_model
-from foretoken.training.config import head_config, objective_config, train_config
 from foretoken.training.data.packed import PackedTokens
+from foretoken.training.objectives import head_config, objective_config
 from foretoken.training.run import HeadSettings, Interrupted, train_head
+from foretoken.training.trainer import train_config
 
 TINY = {"num_hidden_layers": 2, "hidden_size": 16, "intermediate_size": 24}
 SIZES: dict[str, dict[str, Any]] = {

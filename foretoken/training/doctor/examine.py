@@ -23,7 +23,6 @@ from foretoken.formats.registry import read_head
 from foretoken.models.parts import TargetParts, target_parts
 from foretoken.text.codec import Codec
 from foretoken.text.prompts import ChatFormat, chat_prompts
-from foretoken.training.config import head_config, objective_config, train_config
 from foretoken.training.doctor.checks import (
     Check,
     Verdict,
@@ -51,8 +50,9 @@ from foretoken.training.doctor.readings import (
 )
 from foretoken.training.doctor.variants import Case, compare
 from foretoken.training.evaluation import TEMPERATURES, guesses_of, target_texts
+from foretoken.training.objectives import head_config, objective_config
 from foretoken.training.teacher import Teacher
-from foretoken.training.trainer import Batches, HeadTrainer
+from foretoken.training.trainer import Batches, HeadTrainer, train_config
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
