@@ -3,42 +3,284 @@
 The loss is a weighted sum of divergences between the target's and the draft model's distributions of the next token, a
 mean over the labels of the batch. The acceptance rate is 1 minus the expected total variation.
 
+The text is fixed data, text that the target writes, and text that the draft model writes (on policy). A written text
+begins with the prompt of a window of the fixed data. The windows of several steps are written together. The text lies
+in buffers, which a checkpoint of the run includes. A resumed run therefore trains on the same bits.
+
 Source: Zhou et al. 2023 (arXiv 2310.08461), sections 4 and A.1; on-policy text after Agarwal et al. 2023 (2306.13649).
 
-Letters: B sequences, S positions, M labels, V vocabulary, E hidden size.
+Letters: B windows of a batch, S positions, K steps that share a call, M labels, V vocabulary, E hidden size.
 """
 
 from __future__ import annotations
 
+import copy
+import math
+import time
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import torch
+from pydantic import Field, model_validator
 from torch import Tensor, nn
 from typing_extensions import override
 
-from foretoken.core.errors import ConfigError
+from foretoken.core.backend import has_triton_kernels, integers_on
+from foretoken.core.errors import ConfigError, ModelError
+from foretoken.core.passes import Pass, TokenChoice
+from foretoken.core.sampling_params import SamplingParams
 from foretoken.core.token_ids import tokenizer_sha
+from foretoken.decoder.slot_cache import affordable_rows
 from foretoken.models.generic import own_attention
 from foretoken.models.loaded import LoadedModel
-from foretoken.models.loading import load_model, load_tokenizer
+from foretoken.models.loading import load_model, load_tokenizer, wrap_model
 from foretoken.models.parts import target_parts
 from foretoken.models.smaller import fresh_model, kept_layers, pruned_model, unpacked_model
-from foretoken.training.draft_text import Distillation, DraftWriter, MixedText, Writer, written_windows
+from foretoken.runner.decoders import layer_shapes
+from foretoken.runner.runner import Runner
+from foretoken.runner.self_test import NUM_ROWS
+from foretoken.sampling.noise import KeyedNoise, Purpose, derive_seed
 from foretoken.training.losses import distances, target_rows
-from foretoken.training.objective_base import HeadSums, portion_rows
+from foretoken.training.objective_base import Divergences, HeadSums, portion_rows
 from foretoken.training.run_state import weights_sha
 from foretoken.training.teacher import Teacher
 from foretoken.training.trainer import Processes, StepReport, Trainer
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Iterator, Mapping, Sequence
 
-    from foretoken.training.evaluation import EvaluationConfig
     from foretoken.training.trainer import Batches, MicroBatch, TrainConfig
 
-CHAIN = 5  # tokens of the chains in evaluations; DistillSpec's gamma is 3 to 7
-_PROMPT_SHARE = 0.25  # of a window, in evaluations; a choice
+_AT_ONCE = 512  # texts decoded together; a choice: wide passes, and a bound of the KV cache
+_PROMPT_TOKENS = 4096  # of a pass; a choice
+_GOLDEN = (math.sqrt(5) - 1) / 2
+
+
+class Distillation(Divergences):
+    """Weights of the distances, and the origin of the text."""
+
+    on_policy: float = Field(default=0.0, ge=0, le=1)  # share of batches with text of the draft model
+    teacher: float = Field(default=0.0, ge=0, le=1)  # share of batches with text of the target; the rest is the data
+    temperature: float = Field(default=1.0, ge=0, le=2)  # of written text; 0 for greedy decoding
+    refresh_steps: int = Field(default=16, ge=1)  # between new texts, by the draft model's weights at that time
+    prompt_share: float = Field(default=0.25, gt=0, lt=1)  # part of a window that is the prompt of a written text
+    supervise_all: bool = False  # whether prompts of written text count as labels too
+    # Temperature of the target's distribution that the draft model learns; below 1 for greedy decoding.
+    target_temperature: float = Field(default=1.0, gt=0, le=2)
+
+    @model_validator(mode="after")
+    def _check_shares(self) -> Self:
+        if self.on_policy + self.teacher > 1:
+            raise ValueError("on_policy and teacher are shares of the batches. Expected a sum of at most 1")
+        return self
+
+    def author(self, step: int) -> str | None:
+        """Returns who writes the batch of a step: "draft" or "target"; None for the data.
+
+        Multiples of the golden ratio spread each share evenly over the steps.
+        """
+        place = (step + 1) * _GOLDEN % 1.0
+        if place < self.on_policy:
+            return "draft"
+        return "target" if place < self.on_policy + self.teacher else None
+
+
+class Writer:
+    """Continues prompts with a model in memory, in large batches.
+
+    The passes are those of the engine's runner, without the engine: texts of one length need no scheduler, and a small
+    model on a GPU would wait for its bookkeeping.
+    """
+
+    def __init__(self, model: LoadedModel, *, length: int, at_once: int) -> None:
+        """Prepares texts of at most `length` tokens, prompt included; the KV cache is made with the first text."""
+        self._model, self._length, self._at_once = model, length, min(at_once, _AT_ONCE)
+        self.vocab_size = model.vocab_size
+
+    @cached_property
+    def _runner(self) -> Runner:
+        model = self._model
+        rows = affordable_rows(layer_shapes(model), dtype=model.dtype, device=model.device)
+        slots = max(1, min(self._at_once, rows // (self._length + NUM_ROWS)))
+        return Runner(model, num_slots=slots, context_len=self._length, max_nodes=1)
+
+    @torch.no_grad()
+    def write(self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], *, temperature: float) -> list[list[int]]:
+        """Returns the continuation of each prompt, up to the end-of-sequence token or `length` tokens in all.
+
+        The text of a seed is the one that `LLM` gives it, up to rounding. Raises `ModelError` if logits are not finite.
+        """
+        self._runner.follow_weights()
+        slots, texts = self._runner.cache.num_slots, []
+        for begin in range(0, len(prompts), slots):
+            part = slice(begin, begin + slots)
+            texts += self._written(prompts[part], seeds[part], temperature)
+        return texts
+
+    def _written(self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], temperature: float) -> list[list[int]]:
+        device = self._runner.device
+        self._read([prompt[:-1] for prompt in prompts])
+        texts = [list(prompt) for prompt in prompts]
+        scale = SamplingParams(temperature=temperature).inverse_temperature
+        scales = torch.full((len(prompts),), scale, device=device)
+        keys = integers_on(list(seeds), device)
+        rows = [row for row, text in enumerate(texts) if len(text) < self._length]
+        while rows:
+            work = Pass.of_chains(
+                [texts[row][-1:] for row in rows], slots=rows, prefix_lens=[len(texts[row]) - 1 for row in rows],
+                device=device, has_last_logits=True,
+            )  # fmt: skip
+            index = integers_on(rows, device)
+            choice = TokenChoice(inverse_temperature=scales[index], seeds=keys[index])
+            chosen = self._chosen(replace(work, choice=choice, has_features=False), choice).tolist()
+            if min(chosen) < 0:
+                raise ModelError(f"'{self._model.name}' gives logits that are not finite. Expected numbers.")
+            for row, token in zip(rows, chosen, strict=True):
+                texts[row].append(token)
+            rows = [row for row in rows if len(texts[row]) < self._length and texts[row][-1] not in self._model.eos_ids]
+        return [text[len(prompt) :] for text, prompt in zip(texts, prompts, strict=True)]
+
+    def _read(self, prompts: Sequence[Sequence[int]]) -> None:
+        """Writes the KV rows of prompts."""
+        waiting: list[tuple[int, Sequence[int]]] = []
+        for slot, prompt in enumerate(prompts):
+            if prompt:
+                waiting.append((slot, prompt))
+            if waiting and (slot + 1 == len(prompts) or sum(len(each) for _, each in waiting) >= _PROMPT_TOKENS):
+                chains = [each for _, each in waiting]
+                self._runner.run(
+                    Pass.of_chains(
+                        chains, slots=[slot for slot, _ in waiting], prefix_lens=[0] * len(chains),
+                        device=self._runner.device,
+                    )
+                )  # fmt: skip
+                waiting = []
+
+    def _chosen(self, work: Pass, choice: TokenChoice) -> Tensor:
+        """Returns the (R,) int64 tokens after a pass."""
+        output = self._runner.run(work)
+        if output.chosen is not None:
+            return output.chosen
+        assert output.logits is not None, "the pass asks for them"
+        after = work.positions + 1
+        if has_triton_kernels(self._runner.device):
+            from foretoken.sampling.triton_choice import chosen_tokens
+
+            logits = output.logits.unsqueeze(1)
+            return chosen_tokens(logits, choice.inverse_temperature, choice.seeds, after.unsqueeze(1)).tokens[:, 0]
+        noise = KeyedNoise(choice.seeds).gumbel(after, Purpose.TARGET, output.logits.shape[1])
+        scale = choice.inverse_temperature.unsqueeze(1)
+        return torch.where(scale > 0, output.logits * scale + noise, output.logits).argmax(1)
+
+
+class DraftWriter(Writer):
+    """Writes with the present weights of a model in training."""
+
+    def __init__(self, model: LoadedModel, *, dtype: torch.dtype, length: int, at_once: int) -> None:
+        """Copies the model; dtype: of the copy."""
+        self._trained: Any = model.module
+        copied = wrap_model(copy.deepcopy(model.module).to(dtype), name=model.name)
+        super().__init__(copied, length=length, at_once=at_once)
+
+    @torch.no_grad()
+    def follow(self) -> None:
+        """Copies the present weights; the next text is written with them."""
+        for own, trained in zip(self._model.module.parameters(), self._trained.parameters(), strict=True):
+            own.copy_(trained)
+
+
+def written_windows(
+    writer: Writer,
+    tokens: Tensor,
+    supervised: Tensor,
+    seeds: Sequence[int],
+    *,
+    temperature: float,
+    prompt_share: float,
+    supervise_all: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Replaces the later part of windows by what a model writes.
+
+    Takes and returns (N, S) int64 tokens and (N, S) bool labels; `seeds` are N. A prompt ends before the first label
+    from `prompt_share` of its window on. After an end-of-sequence token a window keeps the data, which is no label. The
+    new labels are the written tokens, and with `supervise_all` the prompt's labels.
+    """
+    length = tokens.shape[1]
+    first = min(max(round(prompt_share * length), 1), length - 1)
+    later = supervised[:, first:]
+    cuts = (first + later.int().argmax(1)).tolist()  # argmax of no label is 0
+    prompts = [row[:cut] for row, cut in zip(tokens.tolist(), cuts, strict=True)]
+    tokens, is_label = tokens.clone(), supervised & supervise_all
+    for row, (cut, text) in enumerate(zip(cuts, writer.write(prompts, seeds, temperature=temperature), strict=True)):
+        tokens[row, cut : cut + len(text)] = torch.tensor(text)
+        is_label[row, cut:] = False
+        is_label[row, cut : cut + len(text)] = True
+    return tokens, is_label
+
+
+class MixedText(nn.Module):
+    """Batches of fixed and of written text, see `foretoken.training.trainer.Batches`.
+
+    Every process writes the whole batch. `tokens` and `supervised`, (K, B, S), are the windows of the K steps of a
+    block, (); `written`, (2,) float64, counts tokens and seconds of writing.
+    """
+
+    tokens: Tensor
+    supervised: Tensor
+    block: Tensor
+    written: Tensor
+
+    def __init__(
+        self,
+        fixed: Batches,
+        objective: Distillation,
+        draft: DraftWriter,
+        target: Writer,
+        *,
+        batch_size: int,
+        length: int,
+    ) -> None:
+        super().__init__()
+        self._fixed, self._objective, self._draft, self._target = fixed, objective, draft, target
+        self._vocab_size = min(draft.vocab_size, target.vocab_size)
+        shape = (objective.refresh_steps, batch_size, length)
+        self.register_buffer("tokens", torch.zeros(shape, dtype=torch.int64))
+        self.register_buffer("supervised", torch.zeros(shape, dtype=torch.bool))
+        self.register_buffer("block", torch.tensor(-1))
+        self.register_buffer("written", torch.zeros(2, dtype=torch.float64))
+
+    def batch(self, step: int, *, batch_size: int, length: int, seed: int) -> tuple[Tensor, Tensor]:
+        """Returns the batch of a step; writes the text of its block if the buffers hold another block."""
+        if self._objective.author(step) is None:
+            return self._fixed.batch(step, batch_size=batch_size, length=length, seed=seed)
+        block, place = divmod(step, len(self.tokens))
+        if int(self.block) != block:
+            self._write(block, batch_size=batch_size, length=length, seed=seed)
+        return self.tokens[place].clone(), self.supervised[place].clone()
+
+    def _write(self, block: int, *, batch_size: int, length: int, seed: int) -> None:
+        begin = time.perf_counter()
+        steps = range(block * len(self.tokens), (block + 1) * len(self.tokens))
+        self._draft.follow()
+        for name, writer in (("draft", self._draft), ("target", self._target)):
+            own = [step for step in steps if self._objective.author(step) == name]
+            if not own:
+                continue
+            batches = [self._fixed.batch(step, batch_size=batch_size, length=length, seed=seed) for step in own]
+            tokens, supervised = (torch.cat(parts) for parts in zip(*batches, strict=True))
+            seeds = [derive_seed(seed, -1 - step * batch_size - row) for step in own for row in range(batch_size)]
+            tokens, supervised = written_windows(
+                writer, tokens, supervised, seeds, temperature=self._objective.temperature,
+                prompt_share=self._objective.prompt_share, supervise_all=self._objective.supervise_all,
+            )  # fmt: skip
+            places = torch.tensor([step - steps[0] for step in own])
+            # A model with more rows of padding in its vocabulary may draw one that the other model does not have.
+            self.tokens[places] = tokens.view(-1, batch_size, length).clamp_max(self._vocab_size - 1)
+            self.supervised[places] = supervised.view(-1, batch_size, length)
+            self.written[0] += int(supervised.sum())
+        self.written[1] += time.perf_counter() - begin
+        self.block.fill_(block)
 
 
 class Student(NamedTuple):
@@ -105,33 +347,27 @@ class ModelTrainer(Trainer):
         self._parts, self._target_parts = target_parts(student), target_parts(target, dtype=config.compute_dtype)
         self.vocab_size = min(student.vocab_size, target.vocab_size)  # they may be padded differently
         self._text: MixedText | None = None
+        parts = nn.ModuleDict({"model": student.module})
         if objective.on_policy or objective.teacher:
-            shape = {"batch_size": config.batch_size, "length": config.length}
             at_once = config.batch_size * objective.refresh_steps
-            self._text = batches = MixedText(
+            self._text = parts["text"] = batches = MixedText(
                 batches, objective,
                 DraftWriter(student, dtype=config.compute_dtype, length=config.length, at_once=at_once),
-                Writer(target, length=config.length, at_once=at_once), **shape,
+                Writer(target, length=config.length, at_once=at_once),
+                batch_size=config.batch_size, length=config.length,
             )  # fmt: skip
         teacher, size = Teacher(target), config.micro_batch_size or config.batch_size
 
         def features(_: int, tokens: Tensor) -> Tensor:
             return torch.cat([teacher.features(part).float() for part in tokens.split(size)])
 
-        super().__init__(config, batches, features, processes=processes)
+        super().__init__(parts, config, batches, features, processes=processes)
 
     @property
     def written(self) -> tuple[int, float]:
         """Tokens of written text so far, and the seconds that writing took."""
         tokens, seconds = (0, 0.0) if self._text is None else self._text.written.tolist()
         return int(tokens), seconds
-
-    @override
-    def _trained(self) -> nn.Module:
-        parts = nn.ModuleDict({"model": self.student.module})
-        if self._text is not None:
-            parts["text"] = self._text
-        return parts
 
     @override
     def _counts(self, supervised: Tensor) -> Tensor:
@@ -193,84 +429,3 @@ def portions(count: int, vocab_size: int, device: torch.device) -> Iterator[slic
     size = portion_rows(vocab_size, device)
     for begin in range(0, count, size):
         yield slice(begin, begin + size)
-
-
-def evaluator(
-    evaluation: EvaluationConfig, trainer: ModelTrainer, target: LoadedModel, config: TrainConfig
-) -> Callable[[], dict[str, Any]]:
-    """Returns a function that measures the draft model in training on what the target writes to held-out prompts.
-
-    The prompts are the first parts of the held-out windows. The function returns fields of `StepReport`. It draws no
-    random number. Raises `ConfigError` if the texts are too short for a chain.
-    """
-    greedy, sampled = (
-        written_windows(
-            Writer(target, length=evaluation.tokens.shape[1], at_once=len(evaluation.tokens)), evaluation.tokens,
-            torch.ones_like(evaluation.supervised), range(len(evaluation.tokens)), temperature=temperature,
-            prompt_share=_PROMPT_SHARE,
-        )
-        for temperature in (0.0, 1.0)
-    )  # fmt: skip
-    starts = greedy[1][:, 1:].unfold(1, CHAIN, 1).all(-1)
-    if not bool(starts.any()):
-        raise ConfigError(
-            f"no text of the target has {CHAIN} tokens in a row. Expected longer windows. Raise --length, or pass "
-            "--eval-every 0."
-        )
-    student, width = trainer.student, trainer.vocab_size
-    lm_head = target_parts(student).lm_head
-
-    @torch.no_grad()
-    def measured() -> dict[str, Any]:
-        student.module.eval()
-        device = target.device
-        with torch.autocast(device.type, torch.bfloat16, enabled=config.compute_dtype == torch.bfloat16):
-            tokens, is_label = (each.to(device) for each in greedy)
-            features = read_features(student, tokens)[:, :-1].flatten(0, 1)
-            parts = portions(len(features), width, device)
-            best = torch.cat([lm_head(features[part])[:, :width].argmax(1) for part in parts])
-            is_right = best.view(len(tokens), -1) == tokens[:, 1:]
-            first = float(is_right[is_label[:, 1:]].double().mean())
-            runs = is_right.unfold(1, CHAIN, 1)[starts.to(device)].cumprod(-1)
-            shares = runs.double().mean(0).tolist()
-        _, drawn = acceptance_rates(student, target, *sampled, dtype=config.compute_dtype)
-        return {
-            "held_out_acceptance": shares,
-            "held_out_tau": 1.0 + sum(shares),
-            "held_out_alpha": [first, drawn],
-        }
-
-    return measured
-
-
-@torch.no_grad()
-def acceptance_rates(
-    student: LoadedModel, target: LoadedModel, tokens: Tensor, is_label: Tensor, *, dtype: torch.dtype
-) -> tuple[float, float]:
-    """Returns the acceptance rates of a draft model behind given text, at temperatures 0 and 1.
-
-    At 0 the rate is the share of labels at which both models have the same most probable token, at 1 the mean of
-    `sum(min(p, q))`: expected values, so texts need not be drawn anew.
-
-    Args:
-        tokens: (B, S) int64.
-        is_label: (B, S) bool, at least one behind the first column.
-        dtype: Of GEMMs, by autocast, and of the target's LM head.
-
-    Source: Leviathan et al. 2023 (arXiv 2211.17192), corollary 3.6.
-    """
-    student.module.eval()
-    device, width = target.device, min(student.vocab_size, target.vocab_size)
-    tokens, is_label = tokens.to(device), is_label.to(device)
-    target_head, lm_head = target_parts(target, dtype=dtype).lm_head, target_parts(student).lm_head
-    row, place = is_label[:, 1:].nonzero().unbind(1)
-    same, overlap = torch.zeros((2,), dtype=torch.float64, device=device).unbind()
-    with torch.autocast(device.type, torch.bfloat16, enabled=dtype == torch.bfloat16):
-        features = read_features(student, tokens)[row, place]
-        given = Teacher(target).features(tokens)[row, place].float()
-        for part in portions(len(features), width, device):
-            p = target_head(given[part])[:, :width].float().softmax(1)
-            q = lm_head(features[part])[:, :width].float().softmax(1)
-            same += (p.argmax(1) == q.argmax(1)).sum()
-            overlap += torch.minimum(p, q).sum().double()
-    return float(same) / len(features), float(overlap) / len(features)

@@ -1,11 +1,14 @@
-"""Measures on held-out text how often candidates of each depth are accepted, and how long drafts would be."""
+"""Measures on held-out text how often candidates of each depth are accepted, and how long drafts would be.
+
+Letters: B texts, S positions, K steps of a draft, R ranks, M labels, V vocabulary.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,6 +18,7 @@ from foretoken.core.errors import ConfigError
 from foretoken.entrypoints.llm import LLM
 from foretoken.heads.base import Head
 from foretoken.models.parts import TargetParts, target_parts, taught_parts
+from foretoken.training.draft_model import Writer, portions, read_features, written_windows
 from foretoken.training.objective_base import Examples, first_candidates
 from foretoken.training.teacher import Teacher
 from foretoken.trees.choices import TreeShape, best_nodes
@@ -27,6 +31,9 @@ if TYPE_CHECKING:
 
 _NUM_RANKS = 10  # ranks that are counted; the published trees of Medusa and EAGLE use no candidate past the tenth
 _AT_ONCE = 4  # sequences decoded together; a choice
+_WINDOWS = 8  # of held-out tokens for each point of the curve; a choice: less noise against more time
+CHAIN = 5  # tokens of a draft model's chains in evaluations; DistillSpec's gamma is 3 to 7
+_PROMPT_SHARE = 0.25  # of a window, in evaluations of draft models; a choice
 TEMPERATURES = (0.0, 0.8)  # of stored acceptance: greedy decoding, and a usual temperature of sampling; a choice
 
 
@@ -40,12 +47,9 @@ def measured_acceptance(
 ) -> list[list[float]]:
     """Returns how often each candidate of each depth is the target's token.
 
-    Args:
-        drafter: A head in float32, which is moved to the target's device, or a draft model.
-
-    Returns:
-        K rows of R shares: entry i, r is P(candidate r of head i is the token | the tokens before were given); one row
-        for a draft model.
+    The result has K rows of R shares: entry i, r is P(candidate r of head i is the token | the tokens before were
+    given); one row for a draft model. `drafter` is a head in float32, which is moved to the target's device, or a draft
+    model.
     """
     texts = target_texts(target, tokenizer, workload, progress=progress)
     guess = guesses_of(drafter, target)
@@ -121,8 +125,7 @@ def _model_guesses(model: LoadedModel, vocab_size: int) -> Guess:
     return guess
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TunedTree:
+class TunedTree(NamedTuple):
     """The best static tree of an acceptance table.
 
     `tokens_by_nodes`: expected tokens of a target pass, its own included, for the best trees of some sizes, root
@@ -147,9 +150,6 @@ def tuned_tree(acceptance: Sequence[Sequence[float]], *, max_nodes: int, sizes: 
         raise ConfigError("no candidate was right even once, so no tree is worth a pass. Measure on more text.")
     tokens = {size: 1.0 + sum(value for _, value in selected[: size - 1]) for size in wanted}
     return TunedTree(shape=TreeShape.from_choices(choices), tokens_by_nodes=tokens)
-
-
-_WINDOWS = 8  # of held-out tokens for each point of the curve; a choice: less noise against more time
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -215,3 +215,74 @@ class EvaluationConfig:
             return {"held_out_acceptance": shares, "held_out_tau": 1.0 + sum(shares)}
 
         return measured
+
+
+def model_evaluator(
+    evaluation: EvaluationConfig, student: LoadedModel, target: LoadedModel, *, precision: torch.dtype
+) -> Callable[[], dict[str, Any]]:
+    """Returns a function that measures the draft model in training on what the target writes to held-out prompts.
+
+    The prompts are the first parts of the held-out windows. The function returns fields of `StepReport`. It draws no
+    random number. Raises `ConfigError` if the texts are too short for a chain.
+    """
+    greedy, sampled = (
+        written_windows(
+            Writer(target, length=evaluation.tokens.shape[1], at_once=len(evaluation.tokens)), evaluation.tokens,
+            torch.ones_like(evaluation.supervised), range(len(evaluation.tokens)), temperature=temperature,
+            prompt_share=_PROMPT_SHARE,
+        )
+        for temperature in (0.0, 1.0)
+    )  # fmt: skip
+    starts = greedy[1][:, 1:].unfold(1, CHAIN, 1).all(-1)
+    if not bool(starts.any()):
+        raise ConfigError(
+            f"no text of the target has {CHAIN} tokens in a row. Expected longer windows. Raise --length, or pass "
+            "--eval-every 0."
+        )
+    device, width = target.device, min(student.vocab_size, target.vocab_size)
+    lm_head = target_parts(student).lm_head
+
+    @torch.no_grad()
+    def measured() -> dict[str, Any]:
+        student.module.eval()
+        tokens, is_label = (each.to(device) for each in greedy)
+        with torch.autocast(device.type, torch.bfloat16, enabled=precision == torch.bfloat16):
+            features = read_features(student, tokens)[:, :-1].flatten(0, 1)
+            best = first_candidates(lambda rows: lm_head(rows)[:, :width], features, width)
+            is_right = best.view(len(tokens), -1) == tokens[:, 1:]
+            first = float(is_right[is_label[:, 1:]].double().mean())
+            runs = is_right.unfold(1, CHAIN, 1)[starts.to(device)].cumprod(-1)
+            shares = runs.double().mean(0).tolist()
+        _, drawn = acceptance_rates(student, target, *sampled, dtype=precision)
+        return {"held_out_acceptance": shares, "held_out_tau": 1.0 + sum(shares), "held_out_alpha": [first, drawn]}
+
+    return measured
+
+
+@torch.no_grad()
+def acceptance_rates(
+    student: LoadedModel, target: LoadedModel, tokens: Tensor, is_label: Tensor, *, dtype: torch.dtype
+) -> tuple[float, float]:
+    """Returns the acceptance rates of a draft model behind given text, at temperatures 0 and 1.
+
+    At 0 the rate is the share of labels at which both models have the same most probable token, at 1 the mean of
+    `sum(min(p, q))`: expected values, so texts need not be drawn anew. `tokens` are (B, S) int64, `is_label` (B, S)
+    bool with at least one label behind the first column. `dtype`: of GEMMs, and of the target's LM head.
+
+    Source: Leviathan et al. 2023 (arXiv 2211.17192), corollary 3.6.
+    """
+    student.module.eval()
+    device, width = target.device, min(student.vocab_size, target.vocab_size)
+    tokens, is_label = tokens.to(device), is_label.to(device)
+    target_head, lm_head = target_parts(target, dtype=dtype).lm_head, target_parts(student).lm_head
+    row, place = is_label[:, 1:].nonzero().unbind(1)
+    same, overlap = torch.zeros((2,), dtype=torch.float64, device=device).unbind()
+    with torch.autocast(device.type, torch.bfloat16, enabled=dtype == torch.bfloat16):
+        features = read_features(student, tokens)[row, place]
+        given = Teacher(target).features(tokens)[row, place].float()
+        for part in portions(len(features), width, device):
+            p = target_head(given[part])[:, :width].float().softmax(1)
+            q = lm_head(features[part])[:, :width].float().softmax(1)
+            same += (p.argmax(1) == q.argmax(1)).sum()
+            overlap += torch.minimum(p, q).sum().double()
+    return float(same) / len(features), float(overlap) / len(features)

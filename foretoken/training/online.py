@@ -41,8 +41,8 @@ from foretoken.entrypoints.model_arguments import load_target
 from foretoken.files.atomic_files import new_directory
 from foretoken.training.data.packed import PackedForm, PackedTokens, PackedWriter
 from foretoken.training.data.records import Document
-from foretoken.training.draft_model import acceptance_rates, new_student
-from foretoken.training.draft_text import Distillation
+from foretoken.training.draft_model import Distillation, new_student
+from foretoken.training.evaluation import acceptance_rates
 from foretoken.training.report import saved_draft_model, trained_notes
 from foretoken.training.run import Interrupted, ModelSettings, train_model
 from foretoken.training.trainer import train_config

@@ -24,8 +24,7 @@ from foretoken.heads.base import AutoregressiveConfig
 from foretoken.models.loaded import DTYPES, LoadedModel
 from foretoken.models.loading import load_config, load_model
 from foretoken.runner.costs import pass_costs
-from foretoken.training.draft_model import CHAIN
-from foretoken.training.evaluation import TEMPERATURES, measured_acceptance
+from foretoken.training.evaluation import CHAIN, TEMPERATURES, measured_acceptance
 from foretoken.training.run_state import read_curve
 from foretoken.training.trainer import training_processes
 

@@ -24,7 +24,8 @@ from foretoken.heads.base import Head, HeadConfig, build_head
 from foretoken.models.loaded import LoadedModel
 from foretoken.models.loading import wrap_model
 from foretoken.models.parts import TargetParts, target_parts
-from foretoken.training.draft_model import ModelTrainer, evaluator
+from foretoken.training.draft_model import ModelTrainer
+from foretoken.training.evaluation import model_evaluator
 from foretoken.training.joint import JointTrainer
 from foretoken.training.run_state import MetricsLog, weights_sha
 from foretoken.training.teacher import FeatureCache, Teacher
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from foretoken.training.draft_text import Distillation
+    from foretoken.training.draft_model import Distillation
     from foretoken.training.evaluation import EvaluationConfig
     from foretoken.training.joint import JointConfig
     from foretoken.training.objective_base import Divergences, Objective
@@ -195,7 +196,8 @@ def train_model(
         trainer = ModelTrainer(student, target, settings.objective, settings.train, batches, processes=processes)
         evaluate = None
         if settings.evaluation is not None:
-            evaluate = evaluator(settings.evaluation, trainer, target, settings.train)
+            precision = settings.train.compute_dtype
+            evaluate = model_evaluator(settings.evaluation, student, target, precision=precision)
         notes = _train_to_the_end(trainer, settings, TargetFingerprint.of(target), processes, on_step, evaluate)
     student.module.requires_grad_(requires_grad=False).eval()
     tokens, seconds = trainer.written

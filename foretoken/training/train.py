@@ -26,8 +26,7 @@ from foretoken.formats.registry import read_head
 from foretoken.heads.base import build_head
 from foretoken.models.loaded import DTYPES
 from foretoken.training.data.packed import PackedTokens
-from foretoken.training.draft_model import new_student
-from foretoken.training.draft_text import Distillation
+from foretoken.training.draft_model import Distillation, new_student
 from foretoken.training.evaluation import EvaluationConfig
 from foretoken.training.joint import JointConfig
 from foretoken.training.objectives import DRAFT_MODEL, head_config, objective_config, trained_method

@@ -14,7 +14,7 @@ from foretoken.models.loaded import LoadedModel
 from safetensors.torch import save_file
 
 from foretoken.models.smaller import pruned_model
-from foretoken.training.draft_text import Distillation
+from foretoken.training.draft_model import Distillation
 from foretoken.training.run import Interrupted, ModelSettings, train_model
 from foretoken.training.trainer import train_config
 

@@ -31,9 +31,16 @@ from foretoken.models.loading import wrap_model
 from foretoken.models.smaller import fresh_model, kept_layers, pruned_model
 from foretoken.training.data.packed import PackedForm, PackedTokens, PackedWriter
 from foretoken.training.data.records import Document
-from foretoken.training.draft_model import CHAIN, ModelTrainer, evaluator, new_student
-from foretoken.training.draft_text import Distillation, DraftWriter, MixedText, Writer, written_windows
-from foretoken.training.evaluation import EvaluationConfig
+from foretoken.training.draft_model import (
+    Distillation,
+    DraftWriter,
+    MixedText,
+    ModelTrainer,
+    Writer,
+    new_student,
+    written_windows,
+)
+from foretoken.training.evaluation import CHAIN, EvaluationConfig, model_evaluator
 from foretoken.training.run import train_model
 from foretoken.training.run_state import saved_states
 from foretoken.training.train import train
@@ -350,11 +357,9 @@ def test_vocabularies_of_other_padding(vocab_size: int) -> None:
 
 def test_acceptance_rates_of_a_draft_model() -> None:
     target, student = training_runs.target(), draft_model_runs.student()
-    config = train_config({"batch_size": 4, "length": 32})
     tokens, supervised = windows(6, 32)
     evaluation = EvaluationConfig(every=1, tokens=tokens, supervised=supervised)
-    trainer = ModelTrainer(student, target, Distillation(), config, training_runs.batches())
-    found = evaluator(evaluation, trainer, target, config)()
+    found = model_evaluator(evaluation, student, target, precision=torch.float32)()
     matches, runs = [], []
     for row in tokens.tolist():
         text = row[:8] + until_eos(generate_plain(target.module, row[:8], 24))
@@ -373,8 +378,7 @@ def test_acceptance_rates_of_a_draft_model() -> None:
     overlap = torch.minimum(p, q).sum(-1)[is_label[:, 1:]].mean()
     assert found["held_out_alpha"][1] == pytest.approx(float(overlap), abs=1e-5)
     twin = pruned_model(target, [0, 1])
-    trainer = ModelTrainer(twin, target, Distillation(), config, training_runs.batches())
-    same = evaluator(evaluation, trainer, target, config)()
+    same = model_evaluator(evaluation, twin, target, precision=torch.float32)()
     assert same["held_out_tau"] == CHAIN + 1
     assert same["held_out_alpha"] == pytest.approx([1.0, 1.0], abs=1e-5)
 

@@ -21,7 +21,7 @@ from foretoken.models.loading import load_model
 from foretoken.training import online
 from foretoken.training.data.packed import PackedForm, PackedTokens
 from foretoken.training.data.records import Document
-from foretoken.training.draft_model import acceptance_rates
+from foretoken.training.evaluation import acceptance_rates
 
 FORM = PackedForm(VOCAB_SIZE, None, "sha")
 MODEL, DRAFT = "models/tinycode", "models/tinycode-draft"
