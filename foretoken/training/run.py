@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from contextlib import contextmanager
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -48,20 +48,14 @@ _SETTINGS = "settings.json"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSettings:
-    """The settings that determine a run's weights, and its directory; those of a head, or of a draft model.
-
-    Attributes:
-        data: Identifies the training tokens, such as a hash of them.
-        directory: Directory of checkpoints, settings and curves.
-        evaluation: Held-out text for evaluations with a frozen target; changes no weights.
-    """
+    """The settings that determine a run's weights, and its directory; those of a head, or of a draft model."""
 
     objective: Divergences
     train: TrainConfig
-    data: str
-    directory: Path
+    data: str  # identifies the training tokens, such as a hash of them
+    directory: Path  # of checkpoints, settings and curves
     save_every_s: float = 120.0
-    evaluation: EvaluationConfig | None = None
+    evaluation: EvaluationConfig | None = None  # held-out text, with a frozen target; changes no weights
 
     def as_dict(self, target: TargetFingerprint) -> dict[str, Any]:
         """Returns the settings that a resumed run must share, JSON-ready; null equals a missing key."""
@@ -77,19 +71,15 @@ class RunSettings:
 class HeadSettings(RunSettings):
     """The settings of a head's run.
 
-    Attributes:
-        cache: Directory of features that are kept between steps and runs; None to compute them every time.
-        cache_bytes: Most bytes of the cache.
-        joint: Settings of the target's training, for `train_jointly`.
-        draft_vocab: Ascending ids of the tokens of a draft vocabulary; a head that shares the target's LM head learns
-            over them alone, and drafts them unless told otherwise.
+    `draft_vocab` has the ascending ids of a draft vocabulary. A head that shares the target's LM head learns over these
+    tokens alone, and drafts them unless told otherwise.
     """
 
     head: HeadConfig
     objective: Objective
-    cache: Path | None = None
-    cache_bytes: int = 8 << 30
-    joint: JointConfig | None = None
+    cache: Path | None = None  # directory of features that are kept between steps and runs
+    cache_bytes: int = 8 << 30  # most bytes of the cache
+    joint: JointConfig | None = None  # settings of the target's training, for `train_jointly`
     draft_vocab: tuple[int, ...] | None = None
 
     def as_dict(self, target: TargetFingerprint) -> dict[str, Any]:
@@ -142,9 +132,8 @@ def train_head(
         ModelError: When the loss is not finite, or a checkpoint is damaged.
         Interrupted: After SIGTERM or SIGINT; the state is saved.
     """
-    processes = training_processes()
     fingerprint = TargetFingerprint.of(target)
-    with _claimed(settings, target, processes, _begun_from(settings, initial)):
+    with _claimed(settings, target, _begun_from(settings, initial)) as processes:
         head, parts = _new_head(target, settings, initial)
         features = _features(target, settings)
         trainer = HeadTrainer(
@@ -156,7 +145,7 @@ def train_head(
             precision = settings.train.compute_dtype
             whole = parts if parts.head_rows is None else target_parts(target, dtype=precision)
             evaluate = settings.evaluation.evaluator(target, head, whole, precision=precision)
-        notes = _train_to_the_end(trainer, settings, fingerprint, processes, on_step, evaluate)
+        notes = _train_to_the_end(trainer, settings, fingerprint, on_step, evaluate)
     return HeadCheckpoint.of_head(head, target=fingerprint, notes=notes)
 
 
@@ -170,14 +159,13 @@ def train_jointly(
 ) -> tuple[HeadCheckpoint, LoadedModel]:
     """Trains a head and its target together, see `train_head`; returns both, the target as a new one."""
     assert settings.joint is not None, "the settings say how the target learns along"
-    processes = training_processes()
     fingerprint = TargetFingerprint.of(target)
-    with _claimed(settings, target, processes, _begun_from(settings, initial)):
+    with _claimed(settings, target, _begun_from(settings, initial)) as processes:
         head, _ = _new_head(target, settings, initial)
         trainer = JointTrainer(
             head, target, settings.objective, settings.train, batches, settings.joint, processes=processes
         )
-        notes = _train_to_the_end(trainer, settings, fingerprint, processes, on_step)
+        notes = _train_to_the_end(trainer, settings, fingerprint, on_step)
     changed = wrap_model(trainer.merged_target(), name=f"{target.name} trained with {settings.head.method} heads")
     return HeadCheckpoint.of_head(head, target=TargetFingerprint.of(changed), notes=notes), changed
 
@@ -191,14 +179,13 @@ def train_model(
     on_step: Callable[[StepReport], None] | None = None,
 ) -> dict[str, Any]:
     """Trains a draft model in place, see `train_head`; returns notes on the run."""
-    processes = training_processes()
-    with _claimed(settings, target, processes):
+    with _claimed(settings, target) as processes:
         trainer = ModelTrainer(student, target, settings.objective, settings.train, batches, processes=processes)
         evaluate = None
-        if settings.evaluation is not None:
+        if settings.evaluation is not None and processes.process_index == 0:
             precision = settings.train.compute_dtype
             evaluate = model_evaluator(settings.evaluation, student, target, precision=precision)
-        notes = _train_to_the_end(trainer, settings, TargetFingerprint.of(target), processes, on_step, evaluate)
+        notes = _train_to_the_end(trainer, settings, TargetFingerprint.of(target), on_step, evaluate)
     student.module.requires_grad_(requires_grad=False).eval()
     tokens, seconds = trainer.written
     speeds = {"trained_tokens_per_s": round(notes["tokens"] / max(notes["seconds"] - seconds, 0.1))}
@@ -227,40 +214,38 @@ def _train_to_the_end(
     trainer: Trainer,
     settings: RunSettings,
     fingerprint: TargetFingerprint,
-    processes: Processes,
     on_step: Callable[[StepReport], None] | None,
     evaluate: Callable[[], dict[str, Any]] | None = None,
 ) -> dict[str, Any]:
-    """Trains, saves and keeps curves; `evaluate` returns fields of `StepReport`. Returns notes on the run."""
+    """Trains, saves and keeps curves; returns notes on the run.
+
+    `evaluate` returns fields of `StepReport`; None for no evaluations, and in every process but the first.
+    """
+    processes = trainer.processes
     # Every process has its own dropout; weights are the same in all.
     torch.manual_seed(settings.train.seed + 1 + processes.process_index)
     is_begun = trainer.resume(settings.directory)
     log = MetricsLog(settings.directory, trainer.progress.step) if processes.process_index == 0 else None
     saved = time.monotonic()
-    try:
-        with stop_signals() as received:
-            if not is_begun:
-                trainer.begin()
-            for report in trainer.steps():
-                told = report
-                if log is not None:
-                    if evaluate is not None and settings.evaluation and report.step % settings.evaluation.every == 0:
-                        told = replace(report, **evaluate())
-                    values = asdict(told).items()
-                    log.write(told.step, {key: value for key, value in values if key != "step" and value is not None})
-                if on_step is not None:
-                    on_step(told)
-                number = _told_to_stop(received, processes, trainer.device)
-                if number is not None:
-                    trainer.save(settings.directory)
-                    raise Interrupted(number, settings.directory)
-                if time.monotonic() - saved > settings.save_every_s:
-                    trainer.save(settings.directory)
-                    saved = time.monotonic()
+    with nullcontext() if log is None else closing(log), stop_signals() as received:
+        if not is_begun:
+            trainer.begin()
+        for trained in trainer.steps():
+            is_due = settings.evaluation is not None and trained.step % settings.evaluation.every == 0
+            report = replace(trained, **evaluate()) if evaluate is not None and is_due else trained
+            if log is not None:
+                values = {key: value for key, value in asdict(report).items() if value is not None and key != "step"}
+                log.write(report.step, values)
+            if on_step is not None:
+                on_step(report)
+            number = _told_to_stop(received, trainer)
+            if number is not None:
+                trainer.save(settings.directory)
+                raise Interrupted(number, settings.directory)
+            if time.monotonic() - saved > settings.save_every_s:
+                trainer.save(settings.directory)
+                saved = time.monotonic()
         trainer.save(settings.directory)
-    finally:
-        if log is not None:
-            log.close()
     return {
         "settings": settings.as_dict(fingerprint),
         "steps": trainer.progress.step,
@@ -289,20 +274,16 @@ def _begun_from(settings: HeadSettings, initial: HeadCheckpoint | None) -> str |
 
 
 @contextmanager
-def _claimed(
-    settings: RunSettings, target: LoadedModel, processes: Processes, begun_from: str | None = None
-) -> Iterator[None]:
+def _claimed(settings: RunSettings, target: LoadedModel, begun_from: str | None = None) -> Iterator[Processes]:
     """Locks the run's directory and checks the settings; the system releases the lock with the process."""
+    processes = training_processes()
     dtype = str(target.dtype).removeprefix("torch.")
     ours = {**settings.as_dict(TargetFingerprint.of(target)), "target_dtype": dtype, "initial": begun_from}
-    if processes.process_index > 0:  # the first process holds the lock for all
-        if (settings.directory / _SETTINGS).is_file():
+    is_first = processes.process_index == 0  # which holds the lock for all
+    with run_lock(settings.directory, option="--run-dir") if is_first else nullcontext():
+        if is_first or (settings.directory / _SETTINGS).is_file():
             _compare(settings.directory, ours)
-        yield
-        return
-    with run_lock(settings.directory, option="--run-dir"):
-        _compare(settings.directory, ours)
-        yield
+        yield processes
 
 
 def _compare(directory: Path, ours: dict[str, Any]) -> None:
@@ -353,10 +334,10 @@ def _features(target: LoadedModel, settings: HeadSettings) -> Callable[[int, Ten
     return cached
 
 
-def _told_to_stop(received: list[int], processes: Processes, device: torch.device) -> int | None:
+def _told_to_stop(received: list[int], trainer: Trainer) -> int | None:
     """Returns the signal that any process got: all stop after the same step, since none may wait for a stopped one."""
-    if processes.num_processes == 1:  # without a wait for the device
+    if trainer.processes.num_processes == 1:  # without a wait for the device
         return next((number for number in STOP_SIGNALS if number in received), None)
-    told = torch.tensor([float(number in received) for number in STOP_SIGNALS], device=device)
-    counts = processes.sum(told).tolist()
+    told = torch.tensor([float(number in received) for number in STOP_SIGNALS], device=trainer.device)
+    counts = trainer.processes.sum(told).tolist()
     return next((number for number, count in zip(STOP_SIGNALS, counts, strict=True) if count), None)

@@ -195,7 +195,7 @@ class Trainer(ABC):
         groups of the optimiser; None for those of `parameter_groups`.
         """
         self._module, self._config, self._batches, self._features = module, config, batches, features
-        self._processes = processes or Processes()
+        self.processes = processes or Processes()
         groups = groups or parameter_groups(module, config.weight_decay)
         self._optimizer = torch.optim.AdamW(groups, lr=config.schedule.peak, betas=config.betas, fused=True)
         self.progress = Progress()
@@ -233,7 +233,7 @@ class Trainer(ABC):
                 f"weights are not finite after step {self.progress.step}. Expected finite numbers. Lower the learning "
                 "rate; the last checkpoint is untouched."
             )
-        if self._processes.process_index == 0:
+        if self.processes.process_index == 0:
             save_state(run, self._module, self._optimizer, self.progress)
 
     def resume(self, run: Path) -> bool:
@@ -265,11 +265,11 @@ class Trainer(ABC):
     def _train_step(self) -> StepReport:
         begin = time.perf_counter()
         config, step = self._config, self.progress.step
-        world = self._processes.num_processes
+        world = self.processes.num_processes
         if world > 1:
             # Every process has its own dropout, the same after a resume, although a checkpoint holds the state of one
             # process.
-            torch.manual_seed(derive_seed(config.seed, 1 + step * world + self._processes.process_index))
+            torch.manual_seed(derive_seed(config.seed, 1 + step * world + self.processes.process_index))
         tokens, supervised = self._batches.batch(
             step, batch_size=config.batch_size, length=config.length, seed=config.seed
         )
@@ -311,12 +311,12 @@ class Trainer(ABC):
 
     def _common(self, seconds: float) -> float:
         """Returns the mean over all processes, which therefore end after the same step."""
-        world = self._processes.num_processes
+        world = self.processes.num_processes
         return seconds if world == 1 else float(self._summed(torch.tensor([seconds]))) / world
 
     def _summed(self, tensor: Tensor) -> Tensor:
         """Returns the sum of a tensor on the host over all processes."""
-        return tensor if self._processes.num_processes == 1 else self._processes.sum(tensor.to(self.device)).cpu()
+        return tensor if self.processes.num_processes == 1 else self.processes.sum(tensor.to(self.device)).cpu()
 
     @property
     def _done(self) -> float:
@@ -326,10 +326,10 @@ class Trainer(ABC):
     def _gradients(self, step: int, tokens: Tensor, supervised: Tensor, counts: Tensor) -> HeadSums:
         """Leaves the gradient of the global batch's loss in the parameters; returns the global sums."""
         device = self.device
-        own_tokens, own_supervised = (self._processes.own(each).to(device) for each in (tokens, supervised))
+        own_tokens, own_supervised = (self.processes.own(each).to(device) for each in (tokens, supervised))
         # With more processes than windows some have none, and targets cannot run on an empty batch.
         features = self._features(step, own_tokens).to(device) if len(own_tokens) else own_tokens
-        anchor, offset = (self._processes.own(each).to(device) for each in drawn_positions(self._config, step))
+        anchor, offset = (self.processes.own(each).to(device) for each in drawn_positions(self._config, step))
         self._module.train()
         total: HeadSums | None = None
         size = self._config.micro_batch_size or max(len(own_tokens), 1)
@@ -347,16 +347,16 @@ class Trainer(ABC):
 
     def _shared(self, sums: HeadSums) -> HeadSums:
         packed = torch.stack([sums.loss, sums.matches, sums.count])
-        if self._processes.num_processes == 1:
+        if self.processes.num_processes == 1:
             return HeadSums(*packed.cpu().unbind(0))
         parameters = [p for p in self._module.parameters() if p.requires_grad]
         grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
-        flat = self._processes.sum(torch.cat([grad.reshape(-1) for grad in grads]))
+        flat = self.processes.sum(torch.cat([grad.reshape(-1) for grad in grads]))
         offset = 0
         for parameter, grad in zip(parameters, grads, strict=True):
             parameter.grad = flat[offset : offset + grad.numel()].view_as(grad)
             offset += grad.numel()
-        return HeadSums(*self._processes.sum(packed).cpu().unbind(0))
+        return HeadSums(*self.processes.sum(packed).cpu().unbind(0))
 
     def _count_bad_step(self, step: int, loss: float) -> None:
         self.progress.skipped += 1
@@ -403,7 +403,7 @@ class HeadTrainer(Trainer):
         step, count = 0, min(-(-fit.num_tokens // (config.batch_size * config.length)), most)
         while step < count:
             tokens, _ = self._batches.batch(step, batch_size=config.batch_size, length=config.length, seed=config.seed)
-            own = self._processes.own(tokens).to(self.device)
+            own = self.processes.own(tokens).to(self.device)
             if len(own):
                 fit.add(own, self._features(step, own).to(self.device)[..., -self.head.config.hidden_size :])
             if step == 0 and limit < math.inf:
