@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from foretoken.inputs import PromptType, TextPrompt, TokensPrompt
     from foretoken.outputs import CompletionOutput, RequestOutput, StreamChunk
     from foretoken.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
-    from foretoken.training.train import TrainingResult, train
+    from foretoken.training.report import TrainingResult
+    from foretoken.training.train import train
 
 _HOMES = {
     "foretoken.core.errors": ("EngineStopped", "ForetokenError", "QueueFull"),
@@ -27,7 +28,8 @@ _HOMES = {
     "foretoken.entrypoints.llm": ("LLM", "AsyncEngineArgs", "EngineArgs"),
     "foretoken.inputs": ("PromptType", "TextPrompt", "TokensPrompt"),
     "foretoken.outputs": ("CompletionOutput", "RequestOutput", "StreamChunk"),
-    "foretoken.training.train": ("TrainingResult", "train"),
+    "foretoken.training.report": ("TrainingResult",),
+    "foretoken.training.train": ("train",),
     "foretoken.sampling_params": ("RequestOutputKind", "SamplingParams", "StructuredOutputsParams"),
 }
 

@@ -6,14 +6,16 @@ engine.
 
 from __future__ import annotations
 
+import io
 import json
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import torch
 
+from foretoken.bench.plots import LIGHT, distinct_look, load_matplotlib, page_style
 from foretoken.bench.workload import TokenProgress, Workload, make_workload, no_progress, read_prompts
 from foretoken.core.errors import ConfigError
 from foretoken.core.records import GenerationMetrics
@@ -29,12 +31,14 @@ from foretoken.training.run_state import read_curve
 from foretoken.training.trainer import training_processes
 
 if TYPE_CHECKING:
+    import os
     from collections.abc import Callable, Collection, Mapping, Sequence
 
     from torch import Tensor
 
     from foretoken.formats.checkpoint import HeadCheckpoint
 
+_SIZE = (8.4, 3.3)  # inches
 _NUM_POINTS = 10  # of a curve in the report; a choice
 _MAX_TOKENS = 128  # of a prompt; a choice: minutes for a report
 _AT_ONCE = 4  # sequences decoded together; a choice
@@ -75,6 +79,72 @@ prompts, {max_tokens} tokens each; tau with {drafts}.
 {command}
 ```
 """
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingResult:
+    """The result of `foretoken.train`. `losses`, `acceptance` and `facts` are empty in every process but the first.
+
+    `acceptance` has, for each evaluated step, the acceptance rate at depths 1, 2, …: the share of drafts on held-out
+    text with d right first tokens, by the target's choice at temperature 0.
+    """
+
+    directory: Path  # of the head or draft model, as `speculative_config` of `LLM` takes it
+    run_dir: Path  # of the checkpoints and of `metrics.jsonl`
+    target: LoadedModel  # that the head belongs to; with `joint` the new one
+    losses: list[float]  # training loss of each step, from step 1
+    acceptance: dict[int, list[float]]
+    facts: dict[str, Any]  # measured on held-out prompts, and the head's size, as `foretoken train --json` prints them
+
+    @property
+    def tau(self) -> dict[int, float]:
+        """Acceptance length at each evaluated step: tokens a target pass of a chain, the target's own included."""
+        return {step: 1.0 + sum(by_depth) for step, by_depth in self.acceptance.items()}
+
+    def plot(self, file: str | os.PathLike[str] | IO[str] | None = None) -> Any:
+        """Draws loss and acceptance rate at each depth over the steps; returns the `matplotlib.figure.Figure`.
+
+        `file` takes the picture, in the format of the name's suffix; an open file gets SVG. Raises `ConfigError` when
+        matplotlib is not installed (`pip install '.[report]'`).
+        """
+        mpl = load_matplotlib()
+        from matplotlib.figure import Figure
+
+        with mpl.rc_context({**page_style(LIGHT, "training"), "svg.fonttype": "none"}):  # text as text: a small file
+            figure: Any = Figure(figsize=_SIZE, layout="constrained")
+            loss, acceptance = figure.subplots(1, 2)
+            loss.plot(range(1, len(self.losses) + 1), self.losses, color=distinct_look(1).light, lw=1.4)
+            loss.set_title("training loss", loc="left")
+            self._draw_acceptance(acceptance)
+            for axes in (loss, acceptance):
+                axes.set_xlabel("optimizer step")
+                axes.spines[["top", "right"]].set_visible(False)
+                axes.grid(visible=True, color=LIGHT.grid, lw=0.6)
+                axes.set_xlim(0, 1.02 * max(len(self.losses), 1))
+                axes.set_ylim(bottom=0)
+            if file is not None:
+                is_svg = hasattr(file, "write") or str(file).endswith(".svg")
+                dateless = {"metadata": {"Date": None}, "format": "svg"} if is_svg else {}
+                figure.savefig(file, **dateless)
+        return figure
+
+    def _repr_svg_(self) -> str:
+        picture = io.StringIO()
+        self.plot(picture)
+        return picture.getvalue()
+
+    def _draw_acceptance(self, axes: Any) -> None:
+        by_step = list(self.acceptance.values())
+        for depth, rates in enumerate(zip(*by_step, strict=True)):
+            look = distinct_look(depth)
+            percents = [100 * rate for rate in rates]
+            axes.plot(list(self.acceptance), percents, color=look.light, marker=look.marker, ms=4, label=depth + 1)
+        taus = list(self.tau.values())
+        ending = f", tau {taus[0]:.2f} to {taus[-1]:.2f}" if taus else ""
+        axes.set_title(f"acceptance on held-out text{ending}", loc="left")
+        axes.set_ylabel("drafts accepted, %")
+        if taus:
+            axes.legend(title="to depth", frameon=False)
 
 
 def head_card(checkpoint: HeadCheckpoint, facts: Mapping[str, Any]) -> str:

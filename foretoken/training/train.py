@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import inspect
-import io
 import math
 import os
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from foretoken.bench.plots import LIGHT, distinct_look, load_matplotlib, page_style
 from foretoken.bench.workload import no_progress
 from foretoken.core.checks import validated
 from foretoken.core.errors import ConfigError, nearest_name_hint
@@ -32,6 +30,7 @@ from foretoken.training.joint import JointConfig
 from foretoken.training.objectives import DRAFT_MODEL, head_config, objective_config, trained_method
 from foretoken.training.report import (
     ADVICE,
+    TrainingResult,
     held_out_seconds,
     held_out_workload,
     save_target,
@@ -50,93 +49,71 @@ if TYPE_CHECKING:
     from foretoken.models.loaded import LoadedModel
     from foretoken.training.trainer import StepReport
 
-    Place = str | os.PathLike[str]
-
-_SIZE = (8.4, 3.3)  # inches
+    PathLike = str | os.PathLike[str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TrainingResult:
-    """The result of `foretoken.train`.
+class _Run:
+    """A training with checked arguments and a loaded target.
 
-    Attributes:
-        directory: The directory of the head or draft model, as `speculative_config` of `LLM` takes it.
-        run_dir: Directory of the checkpoints and of `metrics.jsonl`.
-        target: The target that the head belongs to; with `joint` the new one.
-        losses: Training loss of each step, from step 1.
-        acceptance: For each evaluated step, the acceptance rate at depths 1, 2, …: the share of drafts on held-out
-            text with d right first tokens, by the target's choice at temperature 0.
-        facts: What was measured on held-out prompts, and the head's size, as `foretoken train --json` prints them.
-            Empty in every process but the first, as `losses` and `acceptance` are.
+    `settings` are the fields of `RunSettings`, `saving` the arguments of `saved_head` and `saved_draft_model`.
     """
 
-    directory: Path
-    run_dir: Path
+    method: str
     target: LoadedModel
-    losses: list[float]
-    acceptance: dict[int, list[float]]
-    facts: dict[str, Any]
+    tokenizer: Any
+    packed: PackedTokens
+    settings: dict[str, Any]
+    saving: dict[str, Any]
+    out: Path
+    command: str
+    on_step: Callable[[StepReport], None] | None
 
-    @property
-    def tau(self) -> dict[int, float]:
-        """Acceptance length at each evaluated step: tokens a target pass of a chain, the target's own included."""
-        return {step: 1.0 + sum(by_depth) for step, by_depth in self.acceptance.items()}
+    def draft_model(self, init: str | None, sizes: Mapping[str, Any], max_offset: int | None) -> dict[str, Any] | None:
+        """Trains, measures and saves a draft model; returns the facts of `saved_draft_model`."""
+        target, train = self.target, self.settings["train"]
+        student = new_student(target, self.tokenizer, init=init, sizes=sizes, seed=train.seed)
+        context_len = min(_checked_context(student.model, self.packed, train.length), target.context_len)
+        train = train.model_copy(update={"max_offset": _max_offset(max_offset, train.length, context_len)})
+        settings = ModelSettings(**{**self.settings, "train": train}, origin=student.origin)
+        notes = train_model(target, student.model, self.packed, settings, on_step=self.on_step)
+        notes = trained_notes(notes, settings.directory, self.command)
+        return saved_draft_model(student.model, notes, self.out, target=target, **self.saving)
 
-    def plot(self, file: str | os.PathLike[str] | IO[str] | None = None) -> Any:
-        """Draws loss and acceptance rate at each depth over the steps; returns the `matplotlib.figure.Figure`.
+    def head(
+        self,
+        init: str | None,
+        sizes: Mapping[str, Any],
+        vocabulary: tuple[int, ...] | None,
+        target_out: Path | None,
+    ) -> tuple[dict[str, Any] | None, LoadedModel]:
+        """Trains, measures and saves a head; returns the facts of `saved_head`, and the target, which may be new.
 
-        `file` takes the picture, in the format of the name's suffix; an open file gets SVG. Raises `ConfigError` when
-        matplotlib is not installed (`pip install '.[report]'`).
+        `vocabulary` are the tokens of --draft-vocab.
         """
-        mpl = load_matplotlib()
-        from matplotlib.figure import Figure
-
-        with mpl.rc_context({**page_style(LIGHT, "training"), "svg.fonttype": "none"}):  # text as text: a small file
-            figure: Any = Figure(figsize=_SIZE, layout="constrained")
-            loss, acceptance = figure.subplots(1, 2)
-            loss.plot(range(1, len(self.losses) + 1), self.losses, color=distinct_look(1).light, lw=1.4)
-            loss.set_title("training loss", loc="left")
-            self._draw_acceptance(acceptance)
-            for axes in (loss, acceptance):
-                axes.set_xlabel("optimizer step")
-                axes.spines[["top", "right"]].set_visible(False)
-                axes.grid(visible=True, color=LIGHT.grid, lw=0.6)
-                axes.set_xlim(0, 1.02 * max(len(self.losses), 1))
-                axes.set_ylim(bottom=0)
-            if file is not None:
-                is_svg = hasattr(file, "write") or str(file).endswith(".svg")
-                dateless = {"metadata": {"Date": None}, "format": "svg"} if is_svg else {}
-                figure.savefig(file, **dateless)
-        return figure
-
-    def _repr_svg_(self) -> str:
-        picture = io.StringIO()
-        self.plot(picture)
-        return picture.getvalue()
-
-    def _draw_acceptance(self, axes: Any) -> None:
-        by_step = list(self.acceptance.values())
-        for depth, rates in enumerate(zip(*by_step, strict=True)):
-            look = distinct_look(depth)
-            percents = [100 * rate for rate in rates]
-            axes.plot(list(self.acceptance), percents, color=look.light, marker=look.marker, ms=4, label=depth + 1)
-        taus = list(self.tau.values())
-        ending = f", tau {taus[0]:.2f} to {taus[-1]:.2f}" if taus else ""
-        axes.set_title(f"acceptance on held-out text{ending}", loc="left")
-        axes.set_ylabel("drafts accepted, %")
-        if taus:
-            axes.legend(title="to depth", frameon=False)
+        target, is_joint = self.target, self.settings["joint"] is not None
+        initial = None if init is None else _initial_head(init, self.method, target)
+        config, drafted = _head_to_train(self.method, target, initial, sizes, vocabulary, is_joint=is_joint)
+        settings = HeadSettings(**self.settings, head=config, draft_vocab=drafted)
+        if is_joint:
+            checkpoint, target = train_jointly(target, self.packed, settings, initial=initial, on_step=self.on_step)
+        else:
+            checkpoint = train_head(target, self.packed, settings, initial=initial, on_step=self.on_step)
+        if target_out is not None:
+            target = save_target(target, target_out, tokenizer=self.tokenizer, like=self.target.name)
+        checkpoint = replace(checkpoint, notes=trained_notes(checkpoint.notes, settings.directory, self.command))
+        return saved_head(checkpoint, self.out, target=target, **self.saving), target
 
 
 def train(  # noqa: PLR0913 - one argument for each option of the command
     method: str,
-    model: Place,
+    model: PathLike,
     *,
-    data: Place,
-    out: Place,
+    data: PathLike,
+    out: PathLike,
     sizes: Mapping[str, Any] | None = None,
     init: str | None = None,
-    draft_vocab: Place | None = None,
+    draft_vocab: PathLike | None = None,
     objective: Mapping[str, Any] | None = None,
     steps: int = 1000,
     seconds: float | None = None,
@@ -153,13 +130,13 @@ def train(  # noqa: PLR0913 - one argument for each option of the command
     precision: str = "float32",
     seed: int = 0,
     joint: Mapping[str, Any] | None = None,
-    target_out: Place | None = None,
-    run_dir: Place | None = None,
+    target_out: PathLike | None = None,
+    run_dir: PathLike | None = None,
     save_every_s: float = 120.0,
-    cache: Place | None = None,
+    cache: PathLike | None = None,
     cache_gib: float = 8.0,
     eval_every: int = 0,
-    eval_data: Place | None = None,
+    eval_data: PathLike | None = None,
     prompts: str = "heldout",
     num_prompts: int = 16,
     save_dtype: str = "auto",
@@ -233,23 +210,24 @@ def train(  # noqa: PLR0913 - one argument for each option of the command
         Interrupted: After SIGTERM or SIGINT; the state is saved in `run_dir`.
     """
     command = command or _call_text(locals())
-    is_model = method == DRAFT_MODEL
-    if is_model:
-        _check_no_head_options(joint=joint, draft_vocab=draft_vocab, cache=cache)
+    is_joint = joint is not None
     name, out, target_out, cache = os.fspath(model), Path(out), _path(target_out), _path(cache)
     run_dir = _path(run_dir) or out.with_name(f"{out.name}-run")
-    _check_places(out, target_out, run_dir, cache, is_joint=joint is not None)
+    if method == DRAFT_MODEL:
+        _check_no_head_options(joint=joint, draft_vocab=draft_vocab, cache=cache)
+    _check_paths(out, target_out, run_dir, cache, is_joint=is_joint)
     if init is not None and sizes:
         raise ConfigError("--init sets the sizes, so --set cannot change them. Leave one of them out.")
-    if seconds is not None and joint is not None:
+    if seconds is not None and is_joint:
         raise ConfigError("--seconds bounds the training of a head alone, and --joint trains two. Leave one out.")
-    held_out = _held_out(eval_every, _path(eval_data), Path(data), is_joint=joint is not None)
+    held_out = _held_out(eval_every, _path(eval_data), Path(data), is_joint=is_joint)
     _check_values(save_every_s, cache_gib, save_dtype, num_prompts)
     weights = (
         validated(Distillation, objective or {}, "the objective of draft_model")
-        if is_model
+        if method == DRAFT_MODEL
         else objective_config(method, objective or {})
     )
+    joint_config = None if joint is None else validated(JointConfig, joint, "joint training")
     settings = train_config({
         "schedule": {"peak": lr, "num_steps": steps, "warmup_steps": warmup_steps, "floor": lr_floor,
                      "seconds": seconds},
@@ -262,43 +240,28 @@ def train(  # noqa: PLR0913 - one argument for each option of the command
     settings = settings.model_copy(update={"max_offset": _max_offset(max_offset, length, target.context_len)})
     _check_data(packed, tokenizer, target.vocab_size, data=str(data), model=name)
     packed.batch(0, batch_size=batch_size, length=length, seed=seed)  # reports too little data before the work
-    evaluation = _evaluation(held_out, eval_every, length, tokenizer, target.vocab_size, model=name)
+    evaluation = None
+    if held_out is not None:
+        tokens = PackedTokens.open(held_out)
+        _check_data(tokens, tokenizer, target.vocab_size, data=str(held_out), model=name)
+        evaluation = EvaluationConfig.of_held_out(tokens, every=eval_every, length=length)
     workload = held_out_workload(prompts, num_prompts, target, tokenizer)
     if on_step is not None:
         on_step = _with_seconds_after(on_step, held_out_seconds(target, tokenizer, workload))
-    common: dict[str, Any] = {
-        "objective": weights, "train": settings, "data": str(packed.meta["tokens_sha256"]), "directory": run_dir,
-        "save_every_s": save_every_s, "evaluation": evaluation,
-    }  # fmt: skip
-    report = {"tokenizer": tokenizer, "dtype": save_dtype, "workload": workload, "on_progress": on_held_out}
-    if is_model:
-        student = new_student(target, tokenizer, init=init, sizes=sizes or {}, seed=seed)
-        context_len = min(_checked_context(student.model, packed, length), target.context_len)
-        common["train"] = settings.model_copy(update={"max_offset": _max_offset(max_offset, length, context_len)})
-        notes = train_model(
-            target, student.model, packed, ModelSettings(**common, origin=student.origin), on_step=on_step
-        )
-        notes = trained_notes(notes, run_dir, command)
-        facts = saved_draft_model(student.model, notes, out, target=target, **report)
+    run = _Run(
+        method=method, target=target, tokenizer=tokenizer, packed=packed, out=out, command=command, on_step=on_step,
+        settings={
+            "objective": weights, "train": settings, "data": str(packed.meta["tokens_sha256"]), "directory": run_dir,
+            "save_every_s": save_every_s, "evaluation": evaluation,
+        },
+        saving={"tokenizer": tokenizer, "dtype": save_dtype, "workload": workload, "on_progress": on_held_out},
+    )  # fmt: skip
+    if method == DRAFT_MODEL:
+        facts = run.draft_model(init, sizes or {}, max_offset)
     else:
-        initial = None if init is None else _initial_head(init, method, target)
-        drafted = _drafted_tokens(_path(draft_vocab), packed, target.vocab_size, initial)
-        config = initial.config if initial is not None else _new_head(method, target, dict(sizes or {}), drafted)
-        if drafted is not None:
-            _check_vocabulary(config, is_new=initial is None, is_joint=joint is not None)
-        run = HeadSettings(
-            **common, head=config, cache=cache,
-            cache_bytes=int(cache_gib * 2**30), draft_vocab=drafted,
-            joint=None if joint is None else validated(JointConfig, joint, "joint training"),
-        )  # fmt: skip
-        if run.joint is None:
-            checkpoint = train_head(target, packed, run, initial=initial, on_step=on_step)
-        else:
-            checkpoint, target = train_jointly(target, packed, run, initial=initial, on_step=on_step)
-        if target_out is not None:
-            target = save_target(target, target_out, tokenizer=tokenizer, like=name)
-        checkpoint = replace(checkpoint, notes=trained_notes(checkpoint.notes, run_dir, command))
-        facts = saved_head(checkpoint, out, target=target, **report)
+        vocabulary = _drafted_tokens(_path(draft_vocab), packed, target.vocab_size)
+        run.settings.update(cache=cache, cache_bytes=int(cache_gib * 2**30), joint=joint_config)
+        facts, target = run.head(init, sizes or {}, vocabulary, target_out)
     curve = [] if facts is None else read_curve(run_dir)  # None in every process but the first
     return TrainingResult(
         directory=out,
@@ -326,8 +289,8 @@ def _call_text(arguments: Mapping[str, Any]) -> str:
     return f">>> foretoken.train({', '.join(f'{name}={each!r}' for name, each in texts.items())})"
 
 
-def _path(place: Place | None) -> Path | None:
-    return None if place is None else Path(place)
+def _path(given: PathLike | None) -> Path | None:
+    return None if given is None else Path(given)
 
 
 def _check_no_head_options(**given: Any) -> None:
@@ -363,23 +326,22 @@ def _check_values(save_every_s: float, cache_gib: float, save_dtype: str, num_pr
         raise ConfigError(f"--save-dtype '{save_dtype}' does not exist. {nearest_name_hint(save_dtype, known)}")
 
 
-def _check_places(out: Path, target_out: Path | None, directory: Path, cache: Path | None, *, is_joint: bool) -> None:
+def _check_paths(out: Path, target_out: Path | None, run_dir: Path, cache: Path | None, *, is_joint: bool) -> None:
     if is_joint != (target_out is not None):
         raise ConfigError("--joint and --target-out go together: the target that learns along is a new one. Pass both.")
-    for place in (out, target_out):
-        if place is not None and (place.exists() or place.is_symlink()):
-            raise ConfigError(f"'{place}' exists already. Expected a new directory. Choose another or remove it.")
-        if place is not None:
-            check_writable(place, ConfigError, ADVICE)
-    for option, place in (("--run-dir", directory), ("--cache", cache)):
-        if place is not None and place.exists() and not place.is_dir():
-            raise ConfigError(f"{option} '{place}' is a file. Expected a new directory, or that of an earlier run.")
-    if directory.is_dir() and not (directory / "settings.json").is_file():
-        files = [path for path in directory.iterdir() if path.name != "run.lock"]
+    for new in filter(None, (out, target_out)):
+        if new.exists() or new.is_symlink():
+            raise ConfigError(f"'{new}' exists already. Expected a new directory. Choose another or remove it.")
+        check_writable(new, ConfigError, ADVICE)
+    for option, path in (("--run-dir", run_dir), ("--cache", cache)):
+        if path is not None and path.exists() and not path.is_dir():
+            raise ConfigError(f"{option} '{path}' is a file. Expected a new directory, or that of an earlier run.")
+    if run_dir.is_dir() and not (run_dir / "settings.json").is_file():
+        files = [path for path in run_dir.iterdir() if path.name != "run.lock"]
         others = sorted(path.name for path in files if not is_begun(path, "settings.json"))
         if others:
             raise ConfigError(
-                f"'{directory}' holds other files ({others[0]}), no training run. Expected a new directory or that of "
+                f"'{run_dir}' holds other files ({others[0]}), no training run. Expected a new directory or that of "
                 "a run to go on with. Pass another --run-dir."
             )
 
@@ -422,22 +384,9 @@ def _held_out(every: int, given: Path | None, data: Path, *, is_joint: bool) -> 
     return beside
 
 
-def _evaluation(
-    place: Path | None, every: int, length: int, tokenizer: Any, vocab_size: int, *, model: str
-) -> EvaluationConfig | None:
-    if place is None:
-        return None
-    packed = PackedTokens.open(place)
-    _check_data(packed, tokenizer, vocab_size, data=str(place), model=model)
-    return EvaluationConfig.of_held_out(packed, every=every, length=length)
-
-
-def _drafted_tokens(
-    path: Path | None, packed: PackedTokens, vocab_size: int, initial: HeadCheckpoint | None
-) -> tuple[int, ...] | None:
+def _drafted_tokens(path: Path | None, packed: PackedTokens, vocab_size: int) -> tuple[int, ...] | None:
     if path is None:
-        own = None if initial is None else initial.draft_vocab
-        return None if own is None else tuple(own)
+        return None
     drafted = DraftVocabulary.read(path)
     if drafted.tokenizer_sha != packed.meta["tokenizer_sha"] or drafted.token_ids[-1] >= vocab_size:
         raise ConfigError(
@@ -447,38 +396,45 @@ def _drafted_tokens(
     return drafted.token_ids
 
 
-def _new_head(method: str, target: LoadedModel, sizes: dict[str, Any], drafted: tuple[int, ...] | None) -> HeadConfig:
-    """Returns the configuration of a new head; one with an LM head of its own has rows for the drafted tokens."""
+def _head_to_train(
+    method: str,
+    target: LoadedModel,
+    initial: HeadCheckpoint | None,
+    sizes: Mapping[str, Any],
+    drafted: tuple[int, ...] | None,
+    *,
+    is_joint: bool,
+) -> tuple[HeadConfig, tuple[int, ...] | None]:
+    """Returns the configuration of the head, and the tokens of its draft vocabulary; None for all.
+
+    `drafted` are those of --draft-vocab. A new head with an LM head of its own has rows for these tokens alone.
+    """
+    if drafted is None and initial is not None and initial.draft_vocab is not None:
+        drafted = tuple(initial.draft_vocab)
     stated = sizes.get("draft_vocab_size")
     if drafted is not None and stated not in (None, len(drafted)):
         raise ConfigError(
             f"--set draft_vocab_size={stated} does not fit --draft-vocab, which names {len(drafted)} tokens. Expected "
             "the same number. Leave the first one out."
         )
-    config = head_config(method, target, sizes)
-    if drafted is None or "draft_vocab_size" not in type(config).model_fields or _shares_lm_head(config):
-        return config
-    return head_config(method, target, {**sizes, "draft_vocab_size": len(drafted)})
-
-
-def _check_vocabulary(config: HeadConfig, *, is_new: bool, is_joint: bool) -> None:
-    if _shares_lm_head(config):
+    config = head_config(method, target, sizes) if initial is None else initial.config
+    if drafted is None:
+        return config, None
+    if build_head(config, device=torch.device("meta"), dtype=torch.float32).has_target_lm_head:
         if is_joint:
             raise ConfigError(
                 f"--joint trains the LM head that {config.method} heads share, over all tokens. Expected no "
                 "--draft-vocab. Leave one of them out."
             )
-    elif "draft_vocab_size" not in type(config).model_fields:
+        return config, drafted
+    if "draft_vocab_size" not in type(config).model_fields:
         raise ConfigError(
             f"--draft-vocab is not for {config.method} heads, which draft all tokens with LM heads of their own. "
             "Expected a head that shares the target's LM head, eagle3, or medusa. Leave it out."
         )
-    elif not is_new:
+    if initial is not None:
         raise ConfigError("--init brings a vocabulary of its own, so --draft-vocab cannot change it. Pass one of them.")
-
-
-def _shares_lm_head(config: HeadConfig) -> bool:
-    return build_head(config, device=torch.device("meta"), dtype=torch.float32).has_target_lm_head
+    return head_config(method, target, {**sizes, "draft_vocab_size": len(drafted)}), drafted
 
 
 def _initial_head(name: str, method: str, target: LoadedModel) -> HeadCheckpoint:
