@@ -379,7 +379,7 @@ def stop(
         counter = TokenProgress(workload, len(workload.temperatures), report=on_progress)
         log = stopping.log_drafts(drafter, loaded, tokenizer, workload, depth=depth, progress=counter)
     trained = stopping.train_rules(log, seconds)
-    length, best = stopping.best_length(log[:: stopping.HELD_BACK], seconds["fixed"].total)
+    length, best = stopping.best_length(log[:: stopping.HELD_BACK], seconds["fixed"])
     rows = [{"control": "fixed", "max_depth": length, "tokens_per_s": best.rate, "tau": best.tokens / best.passes}]
     for control, (rule, replayed, error) in trained.items():
         write_rule(rule, place, control)

@@ -69,11 +69,11 @@ _log = logging.getLogger(__name__)
 
 def numbered(directory: Path) -> list[Path]:
     """Returns the directories in a directory whose names are numbers, the oldest first."""
-    places = (place for place in directory.glob("[0-9]*") if place.name.isdecimal() and place.is_dir())
-    return sorted(places, key=lambda place: int(place.name))
+    found = (path for path in directory.glob("[0-9]*") if path.name.isdecimal() and path.is_dir())
+    return sorted(found, key=lambda path: int(path.name))
 
 
-def _next_place(directory: Path) -> Path:
+def _next_path(directory: Path) -> Path:
     last = numbered(directory)[-1:]
     return directory / f"{int(last[0].name) + 1 if last else 1:08d}"
 
@@ -84,34 +84,33 @@ def remove_unfinished(directory: Path) -> None:
         shutil.rmtree(left, ignore_errors=True)
 
 
-def read_weights(place: Path, model: LoadedModel) -> dict[str, Tensor]:
+def read_weights(directory: Path, model: LoadedModel) -> dict[str, Tensor]:
     """Returns the weights of a published draft model by the names of a module's parameters, in its dtype and device.
 
-    Raises:
-        ModelError: When the file is missing or damaged, names or shapes are not those of `model`, or a value is not
-            finite.
+    Raises `ModelError` when the file is missing or damaged, names or shapes are not those of `model`, or a value is not
+    finite.
     """
     advice = f"Expected the weights of '{model.name}', trained. Remove it, or start the server with it."
     try:
-        weights = load_file(place / "model.safetensors")
+        weights = load_file(directory / "model.safetensors")
     except (OSError, SafetensorError) as err:
-        raise ModelError(f"'{place}' has no readable model.safetensors: {one_line(err)}. {advice}") from err
+        raise ModelError(f"'{directory}' has no readable model.safetensors: {one_line(err)}. {advice}") from err
     parameters = dict(model.module.named_parameters())
     for name in sorted(parameters.keys() | weights.keys()):
         shapes = [list(each[name].shape) if name in each else "missing" for each in (weights, parameters)]
         if shapes[0] != shapes[1]:
-            raise ModelError(f"{name} in '{place}' is {shapes[0]}, and {shapes[1]} in the server. {advice}")
+            raise ModelError(f"{name} in '{directory}' is {shapes[0]}, and {shapes[1]} in the server. {advice}")
         if not bool(weights[name].isfinite().all()):
-            raise ModelError(f"{name} in '{place}' has values that are not finite. {advice}")
+            raise ModelError(f"{name} in '{directory}' has values that are not finite. {advice}")
     return {name: weights[name].to(each.device, each.dtype) for name, each in parameters.items()}
 
 
 def _opened(directory: Path) -> list[tuple[Path, PackedTokens]]:
     """Returns the packed tokens of a ring, the oldest first, without those that are damaged or being removed."""
     parts = []
-    for place in numbered(directory):
+    for path in numbered(directory):
         with suppress(RequestError, OSError):
-            parts.append((place, PackedTokens.open(place)))
+            parts.append((path, PackedTokens.open(path)))
     return parts
 
 
@@ -126,8 +125,8 @@ class TrafficRing:
         directory.mkdir(parents=True, exist_ok=True)
         remove_unfinished(directory)
         parts = _opened(directory)
-        for place in set(numbered(directory)) - {place for place, _ in parts}:
-            _log.warning("the collected text in '%s' is damaged and not learned", place)
+        for path in set(numbered(directory)) - {path for path, _ in parts}:
+            _log.warning("the collected text in '%s' is damaged and not learned", path)
         if any(part.meta["tokenizer_sha"] != form.tokenizer_sha for _, part in parts):
             raise ConfigError(
                 f"'{directory}' holds text of a target with another tokenizer. Expected that of this target. Pass "
@@ -151,18 +150,15 @@ class TrafficRing:
         if not self._waiting:
             return
         waiting, self._waiting, self._num_waiting = self._waiting, [], 0
-        with (
-            new_directory(_next_place(self._directory)) as place,
-            closing(PackedWriter(place, self._form)) as writer,
-        ):
+        with new_directory(_next_path(self._directory)) as new, closing(PackedWriter(new, self._form)) as writer:
             for document in waiting:
                 writer.add(document)
             writer.finish()
-        sizes, num_tokens = {place: part.meta["num_tokens"] for place, part in _opened(self._directory)}, 0
-        for place in reversed(numbered(self._directory)):
-            num_tokens += sizes.get(place, 0)  # of damaged ones
+        sizes, num_tokens = {path: part.meta["num_tokens"] for path, part in _opened(self._directory)}, 0
+        for path in reversed(numbered(self._directory)):
+            num_tokens += sizes.get(path, 0)  # of damaged ones
             if num_tokens > self._most_tokens:
-                shutil.rmtree(place)
+                shutil.rmtree(path)
 
 
 class Traffic:
@@ -224,37 +220,25 @@ class ServerSignals:
 
 
 class Round(NamedTuple):
-    """The result of a round, JSON-ready.
+    """The result of a round, JSON-ready."""
 
-    Attributes:
-        alpha_before: Acceptance rates on held-out traffic at temperatures 0 and 1, see `acceptance_rates`.
-        tokens: Tokens of the training windows.
-        seconds: Seconds of the round, pauses included.
-        draft: Name of the published directory; None if the rate did not rise.
-    """
-
-    alpha_before: Sequence[float]
+    alpha_before: Sequence[float]  # acceptance rates on held-out traffic at temperatures 0 and 1
     alpha_after: Sequence[float]
-    tokens: int
-    seconds: float
-    draft: str | None
+    tokens: int  # of the training windows
+    seconds: float  # of the round, pauses included
+    draft: str | None  # name of the published directory; None if the rate did not rise
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OnlineTraining:
-    """A draft model in training beside a server; `pause` is called between pieces of work.
-
-    Attributes:
-        draft: Directory or hub id of the draft model that the server began with.
-        directory: Of `foretoken serve --distill-to`.
-    """
+    """A draft model in training beside a server."""
 
     target: LoadedModel
     tokenizer: Any
     student: LoadedModel
-    draft: str
-    directory: Path
-    pause: Callable[[StepReport | None], None]
+    draft: str  # directory or hub id of the draft model that the server began with
+    directory: Path  # of `foretoken serve --distill-to`
+    pause: Callable[[StepReport | None], None]  # is called between pieces of work
 
     @classmethod
     def of_files(
@@ -268,13 +252,11 @@ class OnlineTraining:
         remove_unfinished(drafts)
         target, tokenizer = load_target(model, dtype=dtype, device="cpu", unpacks=True)
         student = new_student(target, tokenizer, init=draft, sizes={}, seed=0).model
-        for place in reversed(numbered(drafts)):
+        for path in reversed(numbered(drafts)):
             with suppress(ModelError):  # the server says so
-                student.module.load_state_dict(read_weights(place, student), strict=False)
+                student.module.load_state_dict(read_weights(path, student), strict=False)
                 break
-        return cls(
-            target=target, tokenizer=tokenizer, student=student, draft=draft, directory=directory, pause=pause
-        )  # fmt: skip
+        return cls(target=target, tokenizer=tokenizer, student=student, draft=draft, directory=directory, pause=pause)
 
     def round(self) -> Round | None:
         """Trains on the traffic and publishes the draft model if its acceptance rate rose; None with too little text.
@@ -301,7 +283,7 @@ class OnlineTraining:
             train=train_config({
                 "schedule": {"peak": _RATE, "num_steps": steps, "warmup_steps": steps // 10},
                 "batch_size": _BATCH_SIZE, "length": length, "max_offset": context_len - length,
-                "seed": int(_next_place(self.directory / DRAFTS).name),
+                "seed": int(_next_path(self.directory / DRAFTS).name),
             }),
         )  # fmt: skip
         notes = trained_notes(
@@ -310,28 +292,27 @@ class OnlineTraining:
         )  # fmt: skip
         shutil.rmtree(run, ignore_errors=True)
         after = self._acceptance_rates(windows)
-        place = _next_place(self.directory / DRAFTS)  # others may have published since
+        new = _next_path(self.directory / DRAFTS)  # others may have published since
         has_risen = sum(after) > sum(before)
         if has_risen:
             saved_draft_model(
-                self.student, notes, place, target=self.target, tokenizer=self.tokenizer, dtype="float32", workload=None
+                self.student, notes, new, target=self.target, tokenizer=self.tokenizer, dtype="float32", workload=None
             )
-            for old in numbered(place.parent)[:-_KEPT_DRAFTS]:
+            for old in numbered(new.parent)[:-_KEPT_DRAFTS]:
                 if old.resolve() != Path(self.draft).resolve():  # from which the server starts
                     shutil.rmtree(old, ignore_errors=True)
         else:
             self.student.module.load_state_dict(kept)
         seconds = round(time.perf_counter() - begin, 1)
-        return Round(before, after, int(notes["tokens"]), seconds, place.name if has_risen else None)
+        return Round(before, after, int(notes["tokens"]), seconds, new.name if has_risen else None)
 
     def _acceptance_rates(self, windows: Sequence[Tensor]) -> list[float]:
         """Returns the acceptance rates at temperatures 0 and 1, means over the labels of all windows."""
         sums, num_labels = np.zeros(2), 0
         for tokens, is_label in zip(*(each.split(_AT_ONCE) for each in windows), strict=True):
             count = int(is_label[:, 1:].sum())
-            sums += count * np.array(
-                acceptance_rates(self.student, self.target, tokens, is_label, dtype=torch.float32)
-            )  # fmt: skip
+            rates = acceptance_rates(self.student, self.target, tokens, is_label, dtype=torch.float32)
+            sums += count * np.array(rates)
             num_labels += count
             self.pause(None)
         return [float(each) for each in sums / num_labels]

@@ -53,17 +53,11 @@ _QUIET = 0.1  # quantile of an iteration's seconds: other programs only add to t
 
 
 class LoggedText(NamedTuple):
-    """The drafts from every position of a text.
+    """The drafts from every position of a text."""
 
-    Attributes:
-        statistics: (S, D, F) float32, see `foretoken.trees.stopping`.
-        acceptance: (S, D) float32, P(the token is accepted | all before it are); NaN after the end of the text.
-        num_right: S, accepted tokens of a draft of D tokens.
-    """
-
-    statistics: Tensor
-    acceptance: Tensor
-    num_right: list[int]
+    statistics: Tensor  # (S, D, F) float32, see `foretoken.trees.stopping`
+    acceptance: Tensor  # (S, D) float32, P(the token is accepted | all before it are); NaN after the end of the text
+    num_right: list[int]  # S, accepted tokens of a draft of D tokens
 
 
 @torch.no_grad()
@@ -76,11 +70,9 @@ def log_drafts(
     depth: int,
     progress: TokenProgress | None = None,
 ) -> list[LoggedText]:
-    """Returns the drafts of chains in what the target writes; a head drafts at most as deep as it has steps.
+    """Returns the drafts of chains of D = `depth` tokens in what the target writes.
 
-    Args:
-        drafter: A head in float32, which is moved to the target's device, or a draft model.
-        depth: D.
+    `drafter` is a head in float32 with at least D steps, which is moved to the target's device, or a draft model.
     """
     generator, guess = torch.Generator(target.device).manual_seed(workload.seed), guesses_of(drafter, target)
     teacher, parts, log = Teacher(target), target_parts(target, dtype=torch.float32), []
@@ -158,19 +150,17 @@ class TrainedRule(NamedTuple):
     calibration_error: float
 
 
-def train_rules(log: Sequence[LoggedText], seconds: Mapping[str, IterationSeconds]) -> dict[str, TrainedRule]:
+def train_rules(log: Sequence[LoggedText], seconds: Mapping[str, Sequence[float]]) -> dict[str, TrainedRule]:
     """Trains a rule of each control of `TRAINED` on most of the texts; the others choose threshold and greatest length.
 
-    Args:
-        log: At least two texts.
-        seconds: Of iterations under each control.
+    `log` has at least two texts; `seconds` are those of `iteration_seconds`.
     """
     chosen, rest = log[::HELD_BACK], [text for index, text in enumerate(log) if index % HELD_BACK]
     examples, held_back, made = examples_of(rest), examples_of(chosen), {}
     for control in TRAINED:
         network = train_network(control, examples)
-        rule = tuned_rule(control, network, chosen, seconds[control].total)
-        replayed = replay(chosen, [rule_lengths(rule, text) for text in chosen], seconds[control].total)
+        rule = tuned_rule(control, network, chosen, seconds[control])
+        replayed = replay(chosen, [rule_lengths(rule, text) for text in chosen], seconds[control])
         made[control] = TrainedRule(rule, replayed, calibration_error(control, rule, held_back))
     return made
 
@@ -211,10 +201,7 @@ class Replayed(NamedTuple):
 def replay(texts: Sequence[LoggedText], lengths: Sequence[Sequence[int]], seconds: Sequence[float]) -> Replayed:
     """Decodes logged texts with drafts of given lengths.
 
-    Args:
-        texts: Logged drafts.
-        lengths: S of each text, at most D.
-        seconds: Of an iteration with a draft of 0, 1, … D tokens.
+    `lengths` are S for each text, at most D; `seconds` those of an iteration with a draft of 0, 1, … D tokens.
     """
     tokens = passes = 0
     total = 0.0
@@ -246,18 +233,6 @@ def best_length(texts: Sequence[LoggedText], seconds: Sequence[float]) -> tuple[
     return best, every[best]
 
 
-class IterationSeconds(NamedTuple):
-    """Seconds of an iteration with a draft of 0, 1, … D tokens: of drafting, and of all else."""
-
-    draft: list[float]
-    rest: list[float]
-
-    @property
-    def total(self) -> list[float]:
-        """Seconds of the whole iteration."""
-        return [sum(parts) for parts in zip(self.draft, self.rest, strict=True)]
-
-
 def iteration_seconds(
     model: LoadedModel,
     tokenizer: Any,
@@ -266,18 +241,12 @@ def iteration_seconds(
     options: DrafterOptions,
     controls: Sequence[str],
     depth: int,
-) -> dict[str, IterationSeconds]:
-    """Returns the seconds of iterations under each control, as the engine decodes.
+) -> dict[str, list[float]]:
+    """Returns the seconds of an iteration with a draft of 0, 1, … D tokens under each control, as the engine decodes.
 
-    Chains of a few lengths are timed in turn, under rules that end no draft. Seconds are linear in between.
-
-    Args:
-        model: The target.
-        tokenizer: Its tokenizer.
-        prompts: At least one; the first few are decoded.
-        options: Of the drafter.
-        controls: "fixed" for chains without a stop rule, and any of `STOP_CONTROLS`.
-        depth: D.
+    Chains of a few lengths up to D = `depth` are timed in turn, under rules that end no draft. Seconds are linear in
+    between. `prompts` has at least one prompt, and the first few are decoded. `options` are those of the drafter.
+    `controls` are "fixed" for chains without a stop rule, and any of `STOP_CONTROLS`.
     """
     params = SamplingParams(temperature=0.0, max_tokens=_TIMED_TOKENS, ignore_eos=True)
     lengths = sorted({1, min(4, depth), depth})
@@ -296,7 +265,7 @@ def iteration_seconds(
     for control in controls:
         draft = [0.0, *(_quiet([each.draft for each in timed[control, length]]) for length in lengths)]
         lines = (np.interp(range(depth + 1), [0, *lengths], row).tolist() for row in (draft, rest))
-        found[control] = IterationSeconds(*lines)
+        found[control] = [sum(parts) for parts in zip(*lines, strict=True)]
     return found
 
 

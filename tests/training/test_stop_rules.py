@@ -108,12 +108,10 @@ def test_tokens_after_a_rejection_count_nothing() -> None:
 def test_rules_that_are_tuned_beat_the_best_fixed_length() -> None:
     """Drafts cost a tenth of a pass a token; the bound is a draft of exactly the accepted tokens."""
     log, seconds = made_log(40, seed=2), [1.0 + n / 10 for n in range(DEPTH + 1)]
-    costs = stopping.IterationSeconds([n / 10 for n in range(DEPTH + 1)], [1.0] * (DEPTH + 1))
-    assert costs.total == pytest.approx(seconds)
     _, best = stopping.best_length(log[::4], seconds)
     assert best.rate == max(stopping.replay(log[::4], [[n] * 80] * 10, seconds).rate for n in range(DEPTH + 1))
     bound = stopping.replay(log[::4], [text.num_right for text in log[::4]], seconds)
-    for trained in stopping.train_rules(log, dict.fromkeys(TRAINED, costs)).values():
+    for trained in stopping.train_rules(log, dict.fromkeys(TRAINED, seconds)).values():
         assert 1.02 * best.rate < trained.replayed.rate < bound.rate
 
 
