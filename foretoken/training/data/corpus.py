@@ -23,36 +23,23 @@ TRAIN, HELD_OUT = "train", "held_out"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataProgress:
-    """The progress of making data.
+    """The progress of making data."""
 
-    Attributes:
-        documents, tokens: Written so far.
-        seconds: Seconds since the start; documents stored by an earlier run took none of them.
-        tokens_per_s: Speed of this run.
-        seconds_left: None if the size of the input is unknown.
-    """
-
-    documents: int
+    documents: int  # written so far
     tokens: int
-    seconds: float
-    tokens_per_s: float
-    seconds_left: float | None = None
+    seconds: float  # since the start; documents stored by an earlier run took none of them
+    tokens_per_s: float  # of this run
+    seconds_left: float | None = None  # None if the size of the input is unknown
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Corpus:
-    """The result of `build_corpus`.
-
-    Attributes:
-        skipped: Number of records left out, by reason.
-        num_resumed: Documents of an earlier run.
-        progress: Documents, tokens, seconds and speed of the whole run.
-    """
+    """The result of `build_corpus`."""
 
     parts: dict[str, PackedTokens]
-    progress: DataProgress
-    skipped: Counter[str]
-    num_resumed: int
+    progress: DataProgress  # of the whole run
+    skipped: Counter[str]  # number of records left out, by reason
+    num_resumed: int  # documents of an earlier run
 
 
 class DocumentMaker(Protocol):
@@ -69,24 +56,17 @@ class DocumentMaker(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CorpusPlan:
-    """The selection of training data.
+    """The selection of training data; raises `ConfigError` when the values do not fit together.
 
-    Attributes:
-        held_out_fraction: Share of records for `held_out/`, chosen by a hash of their content: a record goes to the
-            same side in every order and every mixture. 0 for none.
-        held_out_sources: Sources of `held_out/` instead.
-        num_documents: Most documents of both parts together, and of the held-out sources; None for all.
-        max_tokens: `train/` ends with the document that reaches this number of tokens; None for no limit.
-
-    Raises:
-        ConfigError: When the values do not fit together.
+    `held_out_fraction` is the share of records for `held_out/`, chosen by a hash of their content: a record goes to the
+    same side in every order and every mixture.
     """
 
     sources: Sequence[Source]
     held_out_fraction: float = 0.0
-    held_out_sources: Sequence[Source] = ()
-    num_documents: int | None = None
-    max_tokens: int | None = None
+    held_out_sources: Sequence[Source] = ()  # of `held_out/` instead of a fraction
+    num_documents: int | None = None  # most documents of both parts together, and of the held-out sources
+    max_tokens: int | None = None  # `train/` ends with the document that reaches this number of tokens
 
     def __post_init__(self) -> None:
         if not self.sources:
@@ -124,13 +104,9 @@ def build_corpus(
 ) -> Corpus:
     """Makes `directory/train` and, if the plan has it, `directory/held_out`; both appear or neither.
 
-    Args:
-        makers: Returns the maker of documents for "train" (the main sources) or "held_out" sources.
-        vocab_size: Upper bound of token ids; None for the tokenizer's.
-
-    Raises:
-        ConfigError: When a source cannot be used.
-        RequestError: When a source cannot be read or a part would be empty. Nothing is written or replaced then.
+    `makers` returns the maker of documents for "train" (the main sources) or "held_out" sources. `vocab_size` is the
+    upper bound of token ids; None for the tokenizer's. Raises `ConfigError` when a source cannot be used,
+    `RequestError` when a source cannot be read or a part would be empty.
     """
     parts = [TRAIN] if not plan.held_out_fraction and not plan.held_out_sources else [TRAIN, HELD_OUT]
     used = [makers(TRAIN), *([makers(HELD_OUT)] if plan.held_out_sources else [])]

@@ -33,7 +33,7 @@ FORMAT, VERSION = "foretoken-packed-tokens", 1
 META, TOKENS, SUPERVISED = "meta.json", "tokens.bin", "supervised.bin"
 _BUFFER_BYTES = 1 << 20  # of a file that is written; a choice: few system calls for little memory
 PACKED_TOKENS = OutputDirectory(
-    "packed tokens", lambda place: any((place / part / META).is_file() for part in ("", "train"))
+    "packed tokens", lambda path: any((path / part / META).is_file() for part in ("", "train"))
 )
 # Of the Feistel network; a choice: four suffice in theory if the round function is random, more cost little.
 _ROUNDS = 8
@@ -66,21 +66,12 @@ def _encrypted(values: Tensor, half: int, keys: list[int]) -> Tensor:
 
 @dataclass(frozen=True)
 class PackedTokens:
-    """Documents packed one after another.
+    """Documents packed one after another. `meta` has the contents of `meta.json`, see `PackedWriter.finish`."""
 
-    Attributes:
-        tokens: (N,) uint16 or uint32, memory-mapped when opened from disk.
-        supervised: (N,) bool, tokens that count as labels; None for all.
-        meta: The contents of `meta.json`: tokenizer_sha, vocab_size (of the tokenizer, which may have more tokens than
-            the data), largest_token_id, eos_id, num_documents, num_tokens, num_supervised, tokens_sha256, sources and
-            entries of the writer.
-        repeats_windows: Whether all epochs have the windows of the first one, each epoch in its own order.
-    """
-
-    tokens: np.ndarray
-    supervised: np.ndarray | None
+    tokens: np.ndarray  # (N,) uint16 or uint32, memory-mapped when opened from disk
+    supervised: np.ndarray | None  # (N,) bool, tokens that count as labels; None for all
     meta: dict[str, Any]
-    repeats_windows: bool = False
+    repeats_windows: bool = False  # whether all epochs have the windows of the first one, each in its own order
 
     @classmethod
     def open(cls, directory: Path) -> PackedTokens:
@@ -99,23 +90,14 @@ class PackedTokens:
         return len(self.tokens) // length
 
     def batch(self, step: int, *, batch_size: int, length: int, seed: int) -> tuple[Tensor, Tensor]:
-        """Returns the batch of a training step, a pure function of (seed, step).
+        """Returns the batch of a training step, a pure function of (seed, step): tokens and labels.
 
-        Each epoch takes every window of a grid once, in its own order. The grid starts at a random token of the epoch,
-        or of the first one with `repeats_windows`, and continues from the last token to the first. A batch may span two
-        epochs.
+        The tokens are (B, S) int64, B = `batch_size` over all processes and S = `length`. The labels are (B, S) bool:
+        whether the token itself counts as one. Each epoch takes every window of a grid once, in its own order. The grid
+        starts at a random token of the epoch, or of the first one with `repeats_windows`, and continues from the last
+        token to the first. A batch may span two epochs. Steps count from 0.
 
-        Args:
-            step: Step from 0.
-            batch_size: B, windows of the batch, over all devices; rank r of w takes the rows `r::w`.
-            length: T, tokens of a window.
-            seed: Fixes the order of all windows.
-
-        Returns:
-            tokens (B, T) int64, and supervised (B, T) bool: whether the token itself counts as a label.
-
-        Raises:
-            RequestError: When the data is shorter than one window or damaged, or a number is out of range.
+        Raises `RequestError` when the data is shorter than one window or damaged, or a number is out of range.
         """
         if step < 0 or batch_size < 1 or length < 1:
             raise RequestError(
@@ -136,13 +118,13 @@ class PackedTokens:
             key = derive_seed(seed, epoch + 1)
             offset = ((derive_seed(seed, 1) if self.repeats_windows else key) & (2**63 - 1)) % size
             starts[inside] = shuffled(rows[inside] % count, count, key) * length + offset
-        places = (starts[:, None] + np.arange(length)) % size
-        tokens = torch.from_numpy(self.tokens[places].astype(np.int64))
+        windows = (starts[:, None] + np.arange(length)) % size
+        tokens = torch.from_numpy(self.tokens[windows].astype(np.int64))
         if int(tokens.max()) > self.meta.get("largest_token_id", math.inf):
             raise RequestError(f"the data holds token {int(tokens.max())}, but {META} has none so large. {_DAMAGED}")
         if self.supervised is None:
             return tokens, torch.ones_like(tokens, dtype=torch.bool)
-        return tokens, torch.from_numpy(np.array(self.supervised[places]))
+        return tokens, torch.from_numpy(np.array(self.supervised[windows]))
 
 
 class _Meta(BaseModel):
@@ -242,8 +224,11 @@ class PackedWriter:
         self.num_supervised += int(flags.sum())
         return len(tokens)
 
-    def finish(self, **meta: Any) -> dict[str, Any]:
-        """Writes `meta.json`; raises `RequestError` when there is no document, or none of its tokens is supervised."""
+    def finish(self, **meta: Any) -> None:
+        """Writes `meta.json` with facts of the tokens and the entries `meta`.
+
+        Raises `RequestError` when there is no document, or none of its tokens is supervised.
+        """
         if not self.num_documents:
             raise RequestError("there is no document. Expected at least one that is not empty.")
         if not self.num_supervised:
@@ -267,7 +252,6 @@ class PackedWriter:
             **meta,
         }
         (self._directory / META).write_text(json.dumps(facts, indent=2), encoding="utf-8")
-        return facts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

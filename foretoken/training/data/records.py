@@ -23,25 +23,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Record:
-    """One document before its tokens.
+    """One document before its tokens."""
 
-    Attributes:
-        where: Its place, for messages: "notes.txt", "chats.jsonl:12".
-        text: The document, or the completion of `prompt`.
-        prompt: The text before the completion; None for a plain document.
-        messages: The turns of a conversation, each with `role` and `content`; None for the other forms.
-        later_turns: The user's further turns, which follow the target's own answers.
-        first_key: `key` of the record that a later turn comes from; "" for a record of a source.
-        size: The part of its source's total that this record took.
-    """
-
-    where: str
-    text: str = ""
-    prompt: str | None = None
-    messages: tuple[Message, ...] | None = None
-    later_turns: tuple[str, ...] = ()
-    first_key: str = ""
-    size: int = 0
+    where: str  # for messages: "notes.txt", "chats.jsonl:12"
+    text: str = ""  # the document, or the completion of `prompt`
+    prompt: str | None = None  # the text before the completion; None for a plain document
+    messages: tuple[Message, ...] | None = None  # turns of a conversation, with `role` and `content`; else None
+    later_turns: tuple[str, ...] = ()  # the user's further turns, which follow the target's own answers
+    first_key: str = ""  # `key` of the record that a later turn comes from; "" for a record of a source
+    size: int = 0  # the part of its source's total that this record took
 
     @property
     def key(self) -> str:
@@ -68,12 +58,9 @@ class Record:
 def read_row(row: Any, where: str, *, text_column: str = "text", size: int = 0) -> Record | None:
     """Returns a record from a row, or None without text.
 
-    Args:
-        row: In a form of `foretoken.text.prompt_rows`. A `prompt` may have a `completion`, `response` or `output`.
-        text_column: The column of plain text; a name other than "text" comes before all other forms.
-
-    Raises:
-        RequestError: When no form fits, a value is not of its type, or a role is unknown.
+    `row` has a form of `foretoken.text.prompt_rows`; a `prompt` may have a `completion`, `response` or `output`. A
+    `text_column` other than "text" comes before all other forms. Raises `RequestError` when no form fits, a value is
+    not of its type, or a role is unknown.
     """
     if text_column != "text":
         if not isinstance(row, Mapping) or text_column not in row:
@@ -109,19 +96,12 @@ _JSON_SUFFIXES = (".jsonl", ".jsonl.gz", ".json")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
-    """A source of records, which can be read repeatedly.
+    """A source of records, which can be read repeatedly."""
 
-    Attributes:
-        name: Name in `meta.json` and messages.
-        records: Reads the records in a fixed order; raises `RequestError` for a damaged file.
-        total: Sum of the sizes of all records, skipped ones included, in `unit`; None if unknown beforehand.
-        unit: "bytes" or "rows".
-    """
-
-    name: str
-    records: Callable[[], Iterator[Record]]
-    total: int | None = None
-    unit: str = "bytes"
+    name: str  # in `meta.json` and messages
+    records: Callable[[], Iterator[Record]]  # reads them in a fixed order; raises `RequestError` for a damaged file
+    total: int | None = None  # sum of the sizes of all records, skipped ones included; None if unknown beforehand
+    unit: str = "bytes"  # of `total`, or "rows"
 
 
 def text_source(path: str) -> Source:
@@ -165,11 +145,11 @@ def file_source(path: str, *, text_column: str = "text") -> Source:
 
 
 def _files(path: str, suffixes: Sequence[str]) -> list[Path]:
-    place = Path(path)
-    if os.path.isfile(place):  # noqa: PTH113 - pathlib raises for some names
-        return [place]
-    if os.path.isdir(place):  # noqa: PTH112
-        found = [file for file in place.rglob("*") if file.is_file() and not _is_hidden(file.relative_to(place))]
+    if os.path.isfile(path):  # noqa: PTH113 - pathlib raises for some names
+        return [Path(path)]
+    if os.path.isdir(path):  # noqa: PTH112
+        below = [file for file in Path(path).rglob("*") if file.is_file()]
+        found = [file for file in below if not any(part.startswith(".") for part in file.relative_to(path).parts)]
         found = [file for file in found if not suffixes or file.name.endswith(tuple(suffixes))]
     else:
         found = [Path(name) for name in glob.glob(path, recursive=True) if Path(name).is_file()]  # noqa: PTH207 - `**`
@@ -177,10 +157,6 @@ def _files(path: str, suffixes: Sequence[str]) -> list[Path]:
         kind = f" with {', '.join(suffixes)} files" if suffixes else ""
         raise RequestError(f"there is no file '{path}'. Expected a file, a directory{kind} or a glob that finds files.")
     return sorted(found)
-
-
-def _is_hidden(path: Path) -> bool:
-    return any(part.startswith(".") for part in path.parts)
 
 
 def _records(rows: Iterable[JsonRow], text_column: str) -> Iterator[Record]:
@@ -222,8 +198,8 @@ _HEADING = re.compile(r"\s*= [^=].* =\s*")  # WikiText's " = Title = "; its sect
 def dataset_source(name: str, *, config: str | None = None, split: str = "train", text_column: str = "text") -> Source:
     """Returns the rows of a data set, streamed, in the forms of `read_row`.
 
-    Articles of WikiText are cut into rows. If the first row with text is such a heading (` = Title = `), rows are
-    joined into documents that begin at headings. Rows without text are left out.
+    Rows without text are left out. Articles of WikiText, which are cut into rows, are joined at their headings if the
+    first row with text is such a heading (` = Title = `).
 
     `name`: hub name, a directory (data files, or the output of `save_to_disk`) or a data file. Raises `ConfigError`
     when `datasets` is not installed, `RequestError` when the data set or split cannot be opened.
@@ -252,16 +228,16 @@ def dataset_source(name: str, *, config: str | None = None, split: str = "train"
 
 def _open(datasets: Any, name: str, config: str | None, split: str) -> tuple[Any, int | None]:
     datasets.disable_progress_bars()
-    place = Path(name)
-    if any((place / file).is_file() for file in ("dataset_dict.json", "state.json")):
+    path = Path(name)
+    if any((path / file).is_file() for file in ("dataset_dict.json", "state.json")):
         saved = datasets.load_from_disk(name)
         saved = saved[split] if isinstance(saved, dict) else saved
         return saved, len(saved)
-    if place.is_file():
-        builder = _BUILDERS.get("".join(place.suffixes).removesuffix(".gz"), "")
+    if path.is_file():
+        builder = _BUILDERS.get("".join(path.suffixes).removesuffix(".gz"), "")
         if not builder:
             raise ValueError(f"its suffix is none of {', '.join(_BUILDERS)}")
-        rows = datasets.load_dataset(builder, data_files={split: str(place)}, split=split, streaming=True)
+        rows = datasets.load_dataset(builder, data_files={split: str(path)}, split=split, streaming=True)
     else:
         rows = datasets.load_dataset(name, config, split=split, streaming=True)
     known = rows.info.splits or {}
