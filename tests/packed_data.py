@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from foretoken.training.data.packed import PACKED_TOKENS, PackedForm, PackedTokens, PackedWriter
-from foretoken.training.data.records import Document
+from foretoken.training.data.packed import Document
 
 
 def write_packed(

@@ -165,7 +165,7 @@ def data(
     from foretoken.training.data.corpus import TRAIN, CorpusPlan, build_corpus
     from foretoken.training.data.documents import DistillSettings, Encoder, SelfDistiller
     from foretoken.training.data.packed import PACKED_TOKENS
-    from foretoken.training.data.records import dataset_source, file_source, json_source, text_source
+    from foretoken.training.data.corpus import dataset_source, file_source, json_source, text_source
 
     PACKED_TOKENS.check(out, force=force)
     texts = drafter.texts

@@ -39,8 +39,7 @@ from foretoken.core.errors import ConfigError, ModelError, RequestError, describ
 from foretoken.decoder.library import set_num_threads
 from foretoken.entrypoints.model_arguments import load_target
 from foretoken.files.atomic_files import new_directory
-from foretoken.training.data.packed import PackedForm, PackedTokens, PackedWriter
-from foretoken.training.data.records import Document
+from foretoken.training.data.packed import Document, PackedForm, PackedTokens, PackedWriter
 from foretoken.training.draft_model import Distillation, new_student
 from foretoken.training.evaluation import acceptance_rates
 from foretoken.training.report import saved_draft_model, trained_notes

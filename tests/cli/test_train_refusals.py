@@ -28,7 +28,7 @@ from foretoken.formats.checkpoint import HeadCheckpoint, TargetFingerprint
 from foretoken.heads.base import build_head
 from foretoken.models.loading import load_model
 from foretoken.models.parts import target_parts
-from foretoken.training.data.records import Document
+from foretoken.training.data.packed import Document
 from foretoken.training.objectives import head_config
 
 QUICK = ("--steps", "2", "--batch-size", "2", "--length", "16", "--num-prompts", "0")

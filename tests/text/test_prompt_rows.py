@@ -12,7 +12,7 @@ import pytest
 from foretoken.bench.workload import load_prompts, read_prompts
 from foretoken.core.errors import RequestError
 from foretoken.text.prompt_rows import PromptRow, read_prompt_row
-from foretoken.training.data.records import file_source
+from foretoken.training.data.corpus import file_source
 
 
 def user(content: str) -> dict[str, str]:

@@ -29,8 +29,7 @@ from foretoken.heads.base import WindowPositions
 from foretoken.models.generic import generate_plain, run_plain
 from foretoken.models.loading import wrap_model
 from foretoken.models.smaller import fresh_model, kept_layers, pruned_model
-from foretoken.training.data.packed import PackedForm, PackedTokens, PackedWriter
-from foretoken.training.data.records import Document
+from foretoken.training.data.packed import Document, PackedForm, PackedTokens, PackedWriter
 from foretoken.training.draft_model import (
     Distillation,
     DraftWriter,

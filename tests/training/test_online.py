@@ -19,8 +19,7 @@ from foretoken.core.errors import ConfigError
 from foretoken.models.generic import run_plain
 from foretoken.models.loading import load_model
 from foretoken.training import online
-from foretoken.training.data.packed import PackedForm, PackedTokens
-from foretoken.training.data.records import Document
+from foretoken.training.data.packed import Document, PackedForm, PackedTokens
 from foretoken.training.evaluation import acceptance_rates
 
 FORM = PackedForm(VOCAB_SIZE, None, "sha")

@@ -23,7 +23,8 @@ from foretoken.core.sampling_params import SamplingParams
 from foretoken.core.token_ids import tokenizer_sha
 from foretoken.core.token_tree import common_prefix_len
 from foretoken.files.bounded_reads import check_regular
-from foretoken.training.data.records import Document, Record
+from foretoken.training.data.corpus import Record
+from foretoken.training.data.packed import Document
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence

@@ -27,7 +27,7 @@ from foretoken.formats.draft_vocabulary import DraftVocabulary
 from foretoken.sampling.noise import derive_seed, mix
 
 if TYPE_CHECKING:
-    from foretoken.training.data.records import Document
+    from collections.abc import Sequence
 
 FORMAT, VERSION = "foretoken-packed-tokens", 1
 META, TOKENS, SUPERVISED = "meta.json", "tokens.bin", "supervised.bin"
@@ -178,6 +178,20 @@ class PackedForm(NamedTuple):
         # Ids may have gaps, so the largest can exceed their number.
         most = max(*tokenizer.get_vocab().values(), (vocab_size or 0) - 1) + 1
         return cls(most, tokenizer.eos_token_id, tokenizer_sha(tokenizer))
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """One document as tokens, special ones included; `supervised`: which count as labels, None for all."""
+
+    tokens: Sequence[int]
+    supervised: Sequence[bool] | None = None
+
+    def __post_init__(self) -> None:
+        if self.supervised is not None and len(self.supervised) != len(self.tokens):
+            raise RequestError(
+                f"a document has {len(self.tokens)} tokens and {len(self.supervised)} flags. Expected one flag a token."
+            )
 
 
 class PackedWriter:

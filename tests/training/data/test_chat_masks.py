@@ -22,8 +22,9 @@ from data_tokenizers import (
 
 from foretoken.core.errors import ConfigError
 from foretoken.text.prompt_rows import Message
+from foretoken.training.data.corpus import Record
 from foretoken.training.data.documents import DISAGREES, NO_ASSISTANT, NO_COMPLETION, REFUSED, ChatEncoder, Encoder
-from foretoken.training.data.records import Document, Record
+from foretoken.training.data.packed import Document
 
 
 def chat(*turns: str) -> list[Message]:

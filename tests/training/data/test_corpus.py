@@ -10,10 +10,9 @@ import pytest
 from data_tokenizers import BOS, EOS, letter_tokenizer, letters
 
 from foretoken.core.errors import ConfigError, RequestError
-from foretoken.training.data.corpus import Corpus, CorpusPlan, DataProgress, build_corpus
+from foretoken.training.data.corpus import Corpus, CorpusPlan, DataProgress, Source, build_corpus, json_source
 from foretoken.training.data.documents import Encoder
 from foretoken.training.data.packed import PackedTokens
-from foretoken.training.data.records import Source, json_source
 
 WORDS = [f"{first}{second}" for first in "abcdefgh" for second in "klmnopqrst"]
 

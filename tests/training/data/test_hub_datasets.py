@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from foretoken.core.errors import ConfigError, RequestError
-from foretoken.training.data.records import dataset_source
+from foretoken.training.data.corpus import dataset_source
 
 
 @pytest.fixture

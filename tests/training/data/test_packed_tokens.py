@@ -15,8 +15,7 @@ from data_tokenizers import EOS, letter_tokenizer
 from packed_data import write_packed
 
 from foretoken.core.errors import RequestError
-from foretoken.training.data.packed import PackedTokens, shuffled
-from foretoken.training.data.records import Document
+from foretoken.training.data.packed import Document, PackedTokens, shuffled
 
 
 def counted(size: int) -> PackedTokens:

@@ -15,8 +15,9 @@ from tiny_models import tiny_model
 from foretoken import LLM
 from foretoken.core.errors import ConfigError, RequestError
 from foretoken.core.sampling_params import SamplingParams
+from foretoken.training.data.corpus import Record, read_row
 from foretoken.training.data.documents import DistillSettings, SelfDistiller
-from foretoken.training.data.records import Document, Record, read_row
+from foretoken.training.data.packed import Document
 
 SETTINGS = DistillSettings(prompt_tokens=4, max_new_tokens=6, temperature=1.0, seed=11)
 RECORDS = [Record(where=f"{i}", text="".join(chr(97 + (i * 7 + j * 3) % 26) for j in range(2 + i % 6)))

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from foretoken.core.errors import RequestError
-from foretoken.training.data.records import Record, file_source, json_source, read_row, text_source
+from foretoken.training.data.corpus import Record, file_source, json_source, read_row, text_source
 
 
 def written(path: Path, *rows: Any) -> str:
