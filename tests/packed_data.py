@@ -7,8 +7,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from foretoken.training.data.packed import PACKED_TOKENS, PackedForm, PackedTokens, PackedWriter
-from foretoken.training.data.packed import Document
+from foretoken.training.data.packed import PACKED_TOKENS, Document, PackedForm, PackedTokens, PackedWriter
 
 
 def write_packed(

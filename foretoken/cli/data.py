@@ -162,10 +162,17 @@ def data(
     `foretoken data index` makes a datastore to draft from. A target in a directory called vocab or index is named
     ./vocab or ./index.
     """
-    from foretoken.training.data.corpus import TRAIN, CorpusPlan, build_corpus
+    from foretoken.training.data.corpus import (
+        TRAIN,
+        CorpusPlan,
+        build_corpus,
+        dataset_source,
+        file_source,
+        json_source,
+        text_source,
+    )
     from foretoken.training.data.documents import DistillSettings, Encoder, SelfDistiller
     from foretoken.training.data.packed import PACKED_TOKENS
-    from foretoken.training.data.corpus import dataset_source, file_source, json_source, text_source
 
     PACKED_TOKENS.check(out, force=force)
     texts = drafter.texts

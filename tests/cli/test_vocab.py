@@ -20,8 +20,7 @@ from trained_heads import PROMPTS, texts, tokenizer, write_target
 
 from foretoken import LLM, SamplingParams
 from foretoken.formats.registry import read_head
-from foretoken.training.data.packed import PackedTokens
-from foretoken.training.data.packed import Document
+from foretoken.training.data.packed import Document, PackedTokens
 
 QUICK = ("--batch-size", "4", "--length", "24", "--num-prompts", "0", "--lr", "1e-2", "--warmup-steps", "2")
 SIZE = 40

@@ -27,12 +27,17 @@ from foretoken.runner.runner import Runner
 from foretoken.training.doctor.checks import (
     Check,
     check_agreement,
-    check_drafting,
     check_trained,
     check_values,
     fresh_head,
 )
-from foretoken.training.doctor.examine import Examination, examine, examine_training
+from foretoken.training.doctor.examine import (
+    DraftingFigures,
+    Examination,
+    check_drafting,
+    examine,
+    examine_training,
+)
 from foretoken.training.doctor.readings import (
     EARLIER,
     IN_PLACE,
@@ -41,7 +46,6 @@ from foretoken.training.doctor.readings import (
     PRE_NORM,
     SHIFTS,
     Agreement,
-    DraftingFigures,
 )
 from foretoken.training.objectives import head_config
 from foretoken.training.teacher import Teacher

@@ -26,8 +26,7 @@ from foretoken.formats.checkpoint import HeadCheckpoint
 from foretoken.formats.registry import read_head
 from foretoken.training.doctor.checks import Check, check_acceptance, check_agreement, check_template
 from foretoken.training.doctor.examine import Examination, examine
-from foretoken.training.doctor.readings import Texts, greedy_texts
-from foretoken.training.doctor.variants import compare
+from foretoken.training.doctor.readings import Texts, compare, greedy_texts
 
 EXAMINE = "foretoken.training.doctor.examine"
 
@@ -146,7 +145,7 @@ def test_a_dtype_that_is_too_narrow(monkeypatch: pytest.MonkeyPatch) -> None:
         weights[key] = weights[key] * factor
     loud = replace(head("eagle"), weights=weights)
     assert faults(loud) == {}
-    monkeypatch.setattr("foretoken.training.doctor.variants.drafting_dtype", lambda target: torch.float16)
+    monkeypatch.setattr("foretoken.training.doctor.readings.drafting_dtype", lambda target: torch.float16)
     found = faults(loud)
     assert found.keys() == {"configuration"}
     assert "With float32 the head is right more often: the dtype in which" in found["configuration"].message

@@ -378,9 +378,7 @@ def build_corpus(
     )
 
 
-def _limited(
-    maker: DocumentMaker, sources: Sequence[Source], limit: int | None
-) -> Iterator[tuple[Record, Document]]:
+def _limited(maker: DocumentMaker, sources: Sequence[Source], limit: int | None) -> Iterator[tuple[Record, Document]]:
     return islice(maker.documents(record for source in sources for record in source.records()), limit)
 
 

@@ -31,7 +31,6 @@ from foretoken.training.doctor.readings import (
     PRE_NORM,
     SURE,
     Agreement,
-    DraftingFigures,
 )
 from foretoken.training.teacher import Teacher
 
@@ -52,19 +51,20 @@ _PROBE_LEN = 64  # tokens; a choice: long enough for every position shift that i
 class Check:
     """The result of one check.
 
-    Attributes:
-        verdict: "ok", "fault" for a certain loss of acceptance, "warning" for a possible one, "not decided" where the
-            prompts are too few to tell, or "skipped".
-        value: The measured share or error, or names; None if there is nothing to show.
-        expected: The expected value, in words.
-        message: A sentence with the cause and the remedy of a fault.
+    `verdict` is "ok", "fault" for a certain loss of acceptance, "warning" for a possible one, "not decided" where the
+    prompts are too few to tell, or "skipped".
     """
 
     name: str
     verdict: Verdict
-    value: Any
-    expected: str
-    message: str
+    value: Any  # the measured share or error, or names; None if there is nothing to show
+    expected: str  # the expected value, in words
+    message: str  # a sentence with the cause and the remedy of a fault
+
+
+def _judged(name: str, value: Any, expected: str, *, fine: str, fault: str) -> Check:
+    """Returns a fault if there is a message of one, else that all is fine."""
+    return Check(name, "fault" if fault else "ok", value, expected, fault or fine)
 
 
 def skipped(name: str, reason: str) -> Check:
@@ -90,7 +90,7 @@ def check_logits(target: LoadedModel, tokens: Tensor) -> Check:
     return _check_rounding(
         "target logits", error, replace(target, stored=None),
         "The LM head makes the target's own logits of the training feature.",
-        "the LM head on the feature that heads are trained on does not give the target's logits: the feature is not "
+        "The LM head on the feature that heads are trained on does not give the target's logits: the feature is not "
         "what the LM head reads (taken before the final norm, or normed twice), or the logits are scaled or capped in "
         "a way that is not known. Do not train heads on this target; report its architecture.",
     )  # fmt: skip
@@ -116,7 +116,7 @@ def check_serving(target: LoadedModel, tokens: Tensor, runner: str) -> list[Chec
         _check_rounding(
             "target served", error, target,
             "Serving reads the feature that training reads.",
-            f"runner {name} reads another feature than training does: heads are trained on one thing and "
+            f"Runner {name} reads another feature than training does: heads are trained on one thing and "
             "served another. Draft with `--runner generic`, and report the architecture.",
         ),
     ]  # fmt: skip
@@ -139,7 +139,7 @@ def check_taps(target: LoadedModel, tokens: Tensor, taps: Sequence[Tap], runner:
     return _check_rounding(
         name, errors[worst], target,
         f"Serving reads the taps that training reads, {', '.join(map(str, taps))}.",
-        f"runner {used} reads tap {taps[worst]} from another place than training does: heads are trained on "
+        f"Runner {used} reads tap {taps[worst]} from another place than training does: heads are trained on "
         "one thing and served another. Draft with `--runner generic`, and report the architecture.",
     )  # fmt: skip
 
@@ -176,11 +176,11 @@ def check_values(checkpoint: HeadCheckpoint, untrained: set[str]) -> Check:
                 found.append(f"{key} reaches {float(tensor.abs().max()):.1e}")
             elif tensor.dim() > 1 and part not in untrained and not bool(tensor.any()):
                 found.append(f"{key} is zero everywhere")
-    message = "Every tensor is finite, of sensible size and not empty."
-    if found:
-        message = f"{'; '.join(found)}: training broke off badly, or a conversion lost it. Train or convert it again."
-    expected = f"finite, not all zero, at most {_LARGEST:.0e}"
-    return Check("head values", "fault" if found else "ok", found, expected, message)
+    cause = f"{'; '.join(found)}: training broke off badly, or a conversion lost it. Train or convert it again."
+    return _judged(
+        "head values", found, f"finite, not all zero, at most {_LARGEST:.0e}",
+        fine="Every tensor is finite, of sensible size and not empty.", fault=cause if found else "",
+    )  # fmt: skip
 
 
 def check_trained(checkpoint: HeadCheckpoint, parts: TargetParts) -> tuple[Check, set[str]]:
@@ -195,14 +195,16 @@ def check_trained(checkpoint: HeadCheckpoint, parts: TargetParts) -> tuple[Check
         part for part, tensors in ours.items()
         if all(torch.equal(tensor.cpu(), theirs[part][key]) for key, tensor in tensors.items())
     }  # fmt: skip
-    message = "Its weights are not those that training starts from."
-    if same:
-        who = "the head" if len(same) == len(ours) else ", ".join(sorted(same))
-        message = (
-            f"{who} still has the weights that training starts from: it was never trained, its checkpoint was not "
-            "loaded, or a conversion lost it. Train it, or convert it again."
-        )
-    return Check("head trained", "fault" if same else "ok", sorted(same), "unlike fresh weights", message), same
+    who = "the head" if len(same) == len(ours) else ", ".join(sorted(same))
+    cause = (
+        f"{who} still has the weights that training starts from: it was never trained, its checkpoint was not loaded, "
+        "or a conversion lost it. Train it, or convert it again."
+    )
+    check = _judged(
+        "head trained", sorted(same), "unlike fresh weights", fault=cause if same else "",
+        fine="Its weights are not those that training starts from.",
+    )  # fmt: skip
+    return check, same
 
 
 def fresh_head(config: HeadConfig, parts: TargetParts, *, seed: int, token_map: Tensor | None = None) -> Head:
@@ -256,8 +258,8 @@ def _relative_error(ours: Tensor, theirs: Tensor) -> float:
 def _check_rounding(name: str, error: float, target: LoadedModel, fine: str, wrong: str) -> Check:
     is_exact = (target.stored or target).dtype in (torch.float32, torch.float64)
     bound = 2e-4 if is_exact else 5e-2 if target.stored is None else 0.3  # a 0.5B in integers: 0.07 by bfloat16 alone
-    is_close, limit = error <= bound, f"relative error at most {bound:.0e}"  # False for NaN
-    return Check(name, "ok" if is_close else "fault", error, limit, fine if is_close else wrong[0].upper() + wrong[1:])
+    # NaN is a fault too.
+    return _judged(name, error, f"relative error at most {bound:.0e}", fine=fine, fault="" if error <= bound else wrong)
 
 
 _LABELS = "head i has to learn token t + 2 + i from feature t."
@@ -265,32 +267,31 @@ _LABELS = "head i has to learn token t + 2 + i from feature t."
 
 def check_agreement(agreement: Agreement) -> list[Check]:
     """Checks the feature, the labels, that heads beat a constant guess, and that agreement falls with depth."""
-    knowledge = check_knowledge(agreement)
+    knowledge = _check_knowledge(agreement)
     if agreement.lagging:
         reason = "The head has learnt too little to tell."
         return [*(skipped(name, reason) for name in ("feature", "configuration", "labels")), knowledge,
                 skipped("depth", reason)]  # fmt: skip
-    labels = check_labels(agreement)
+    labels = _check_labels(agreement)
     if labels.verdict == "fault":
         depth = skipped("depth", "The labels are off.")
     elif agreement.reads_tokens:  # later heads read more tokens: on repetitive texts they are right more often
         depth = skipped("depth", "Heads that read the tokens before theirs may be better the deeper they are.")
     else:
-        depth = check_depth(agreement)
-    return [check_feature(agreement), check_configuration(agreement), labels, knowledge, depth]
+        depth = _check_depth(agreement)
+    return [_check_feature(agreement), _check_configuration(agreement), labels, knowledge, depth]
 
 
-def check_feature(agreement: Agreement) -> Check:
-    """Checks that the served feature suits the head better than features that are confused with it."""
+def _check_feature(agreement: Agreement) -> Check:
     best = agreement.best_reading
     advice = {
-        PRE_NORM: "this head was trained on pre-norm features, the input of the target's final norm. Train it on the "
+        PRE_NORM: "This head was trained on pre-norm features, the input of the target's final norm. Train it on the "
         "norm's output, which is what drafting reads",
-        NORMED_TWICE: "this head was trained on features that went through the final norm twice: `hidden_states[-1]` "
+        NORMED_TWICE: "This head was trained on features that went through the final norm twice: `hidden_states[-1]` "
         "of transformers is normed already. Train it without the second norm",
-        EARLIER: "this head was trained on features one position off: it wants the feature of the position before. "
+        EARLIER: "This head was trained on features one position off: it wants the feature of the position before. "
         "Pair feature t with token t + 1 and label t + 2",
-        LATER: "this head was trained on features one position off: it wants the feature of the position after, which "
+        LATER: "This head was trained on features one position off: it wants the feature of the position after, which "
         "drafting does not have yet. Pair feature t with token t + 1 and label t + 2",
         BLOCK_BEFORE: _other_blocks(agreement.taps, BLOCK_BEFORE),
         BLOCK_AFTER: _other_blocks(agreement.taps, BLOCK_AFTER),
@@ -298,10 +299,10 @@ def check_feature(agreement: Agreement) -> Check:
     scores = {name: round(agreement.score(name), 4) for name in agreement.table if name not in agreement.variants}
     listed = ", ".join(map(str, agreement.taps))
     where = "the output of the final norm" if listed == "final" else f"taps {listed}"
-    message = f"What drafting reads, {where}, suits the head best."
+    fault = ""
     if best in advice:
-        message = (
-            f"{advice[best][0].upper()}{advice[best][1:]}: mean agreement is {scores[best]:.3f} with that reading and "
+        fault = (
+            f"{advice[best]}: mean agreement is {scores[best]:.3f} with that reading and "
             f"{scores[IN_PLACE]:.3f} with the one that drafting has."
         )
     expected = f"best with {where}, give or take {agreement.margin:.3f}"
@@ -311,7 +312,8 @@ def check_feature(agreement: Agreement) -> Check:
             f"after. Pass --num-prompts {needed}."
         )
         return Check("feature", "not decided", scores, expected, message)
-    return Check("feature", "fault" if best in advice else "ok", scores, expected, message)
+    fine = f"What drafting reads, {where}, suits the head best."
+    return _judged("feature", scores, expected, fine=fine, fault=fault)
 
 
 def check_acceptance(
@@ -347,20 +349,19 @@ def check_acceptance(
     return Check("acceptance", verdict, value, expected, message)
 
 
-def check_configuration(agreement: Agreement) -> Check:
-    """Checks that no other configuration of the head is right more often at the first step."""
+def _check_configuration(agreement: Agreement) -> Check:
     if not agreement.variants:
         return skipped("configuration", "No other configuration of this head is likely.")
     scores = {name: round(agreement.score(name), 4) for name in (IN_PLACE, *agreement.variants)}
     best = agreement.best_reading
-    message = "The head's configuration suits it best."
+    fault = ""
     if best in agreement.variants:
-        message = (
+        fault = (
             f"With {best} the head is right more often: {agreement.variants[best]}. Mean agreement is "
             f"{scores[best]:.3f} with that and {scores[IN_PLACE]:.3f} as configured."
         )
     expected = f"no variant better by {SURE:g} standard deviations of the first step"
-    return Check("configuration", "fault" if best in agreement.variants else "ok", scores, expected, message)
+    return _judged("configuration", scores, expected, fine="The head's configuration suits it best.", fault=fault)
 
 
 def check_template(shares: Mapping[str, float], num_positions: int) -> Check:
@@ -393,13 +394,12 @@ def _other_blocks(taps: Sequence[Tap], reading: str) -> str:
         else "a block counted from 0 was taken for a boundary, and not raised by one"
     )
     return (
-        f"the taps are those of the block {'before' if by < 0 else 'after'}: this head was trained on {meant}, and its "
+        f"The taps are those of the block {'before' if by < 0 else 'after'}: this head was trained on {meant}, and its "
         f"configuration says {said}; as a rule {cause}. Set them to {meant}, or convert the head again"
     )
 
 
-def check_labels(agreement: Agreement) -> Check:
-    """Checks that head i predicts token t + 2 + i, and not a neighbouring token."""
+def _check_labels(agreement: Agreement) -> Check:
     shifts, table = agreement.best_shifts, agreement.table[agreement.best_reading]
     value = [[round(share, 4) for share in row] for row in table]
     expected = "each head best at shift 0 (columns: 0, -1, 1, 2)"
@@ -414,24 +414,23 @@ def check_labels(agreement: Agreement) -> Check:
     return Check("labels", "fault", value, expected, message)
 
 
-def check_knowledge(agreement: Agreement) -> Check:
-    """Checks that heads have learnt their own tokens, and that the first one beats a constant guess."""
+def _check_knowledge(agreement: Agreement) -> Check:
     rows = agreement.table[agreement.best_reading]
     best, guess = max(rows[0]), agreement.most_frequent
     wanted = guess + min(agreement.margin, (1 - guess) / 4)
-    message = "The first head knows more than which token is most frequent."
+    fault = ""
     if agreement.lagging:
         best = rows[agreement.lagging[0]][0]
-        message = _undertrained(agreement)
+        fault = _undertrained(agreement)
     elif best < wanted:
-        message = (
+        fault = (
             "Undertrained or unrelated: heads predict the same whatever the text, or something unrelated to it. Head 0 "
             f"is right at {best:.3f} of the positions, and always saying the most frequent token at {guess:.3f}. They "
             "are random, hardly trained, trained on other text, or made for another target. Look at the training loss, "
             "and train longer."
         )
-    is_fault = bool(agreement.lagging) or best < wanted
-    return Check("knowledge", "fault" if is_fault else "ok", best, f"at least {wanted:.3f}", message)
+    fine = "The first head knows more than which token is most frequent."
+    return _judged("knowledge", best, f"at least {wanted:.3f}", fine=fine, fault=fault)
 
 
 def _undertrained(agreement: Agreement) -> str:
@@ -451,40 +450,18 @@ def _undertrained(agreement: Agreement) -> str:
     )
 
 
-def check_depth(agreement: Agreement) -> Check:
+def _check_depth(agreement: Agreement) -> Check:
     """Checks that agreement falls with depth: tokens farther away are harder to guess."""
     shares = [max(row) for row in agreement.table[agreement.best_reading]]
     rises = [i for i in range(1, len(shares)) if shares[i] > shares[i - 1] + agreement.margin]
-    message = "Heads agree less the farther ahead they look."
-    if rises:
-        message = (
-            f"{', '.join(f'head {i} is right more often than head {i - 1}' for i in rises)}: the earlier head was "
-            "trained less, or was damaged by a conversion. Compare their losses, and train or convert again."
-        )
-    value = [round(share, 4) for share in shares]
-    return Check("depth", "fault" if rises else "ok", value, f"no rise above {agreement.margin:.3f}", message)
-
-
-def check_drafting(drafting: DraftingFigures) -> Check:
-    """Checks that the engine accepts the head's predictions on the text."""
-    verdict: Verdict = "ok"
-    message = "Drafting does what training did."
-    if drafting.num_errors:
-        verdict = "fault"
-        message = (
-            f"The drafter failed in {drafting.num_errors} passes and was ignored there. Run with logging to see why."
-        )
-    elif drafting.drop > 0.03:
-        verdict = "fault" if drafting.drop > 0.15 else "warning"
-        message = (
-            f"Drafting does not do what training did: at some depth {drafting.drop:.3f} fewer passes accept than the "
-            "head fed the text predicts at the same positions. Likely causes: features of the wrong position are kept "
-            "when a path is committed, the head's own cache or positions are off, or dtypes are too narrow. Try "
-            "`--runner generic` and `--dtype float32`, and report what changes."
-        )
-    shares = [[round(share, 4) for share in row] for row in (drafting.accepted, drafting.expected)]
-    value = {"accepted": shares[0], "passes": drafting.num_passes}
-    return Check("drafting", verdict, value, f"accepted by depth {shares[1]}", message)
+    cause = (
+        f"{', '.join(f'head {i} is right more often than head {i - 1}' for i in rises)}: the earlier head was trained "
+        "less, or was damaged by a conversion. Compare their losses, and train or convert again."
+    )
+    return _judged(
+        "depth", [round(share, 4) for share in shares], f"no rise above {agreement.margin:.3f}",
+        fine="Heads agree less the farther ahead they look.", fault=cause if rises else "",
+    )  # fmt: skip
 
 
 def _answers(index: int, shift: int) -> str:

@@ -18,6 +18,7 @@ from torch import Tensor
 from foretoken.bench.workload import Workload
 from foretoken.core.backend import runs_cpu_kernels
 from foretoken.core.errors import ForetokenError, ModelError, RequestError
+from foretoken.entrypoints.llm import LLM
 from foretoken.formats.checkpoint import HeadCheckpoint, TargetFingerprint, TargetWeights
 from foretoken.formats.registry import read_head
 from foretoken.models.parts import TargetParts, target_parts
@@ -28,7 +29,6 @@ from foretoken.training.doctor.checks import (
     Verdict,
     check_acceptance,
     check_agreement,
-    check_drafting,
     check_fit,
     check_logits,
     check_serving,
@@ -40,28 +40,30 @@ from foretoken.training.doctor.checks import (
     skipped,
 )
 from foretoken.training.doctor.readings import (
+    AT_ONCE,
     IN_PLACE,
+    Case,
     Texts,
-    draft,
+    compare,
+    greedy,
     greedy_texts,
     predictions,
     read_features,
     target_choices,
 )
-from foretoken.training.doctor.variants import Case, compare
 from foretoken.training.evaluation import TEMPERATURES, guesses_of, target_texts
 from foretoken.training.objectives import head_config, objective_config
 from foretoken.training.teacher import Teacher
 from foretoken.training.trainer import Batches, HeadTrainer, train_config
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
+    from foretoken.core.records import StepRecord
+    from foretoken.core.results import RequestOutput
     from foretoken.heads.base import Head, HeadConfig
     from foretoken.models.loaded import LoadedModel
-    from foretoken.training.doctor.readings import DraftingFigures
-
 
 _STEPS, _WINDOWS, _LENGTH = 100, 2, 16  # a choice: a method that works learns two windows by heart in so many steps
 
@@ -166,25 +168,19 @@ _OF_THE_HEAD = (
 class Examination:
     """The case to examine.
 
-    Attributes:
-        train_check: Whether to try training with the trained head's sizes too.
-        prompts: Texts that the target continues; held out from training.
-        asked: Returns the same prompts as the acceptance of heads is measured on them: conversations by the target's
-            chat template. None for `prompts` as they are.
-        max_tokens: Tokens of each continuation.
-        data: Training data for the trial; None for the texts.
-        allow_other_target: Whether to accept a head for another target of the same sizes.
+    `asked` returns the same prompts as the acceptance of heads is measured on them: conversations by the target's chat
+    template. None for `prompts` as they are.
     """
 
     head: Path | None = None
     method: str | None = None
-    train_check: bool = False
-    prompts: Sequence[str]
+    train_check: bool = False  # whether to try training with the trained head's sizes too
+    prompts: Sequence[str]  # texts that the target continues; held out from training
     asked: Callable[[], Workload] | None = None
-    max_tokens: int = 64
-    data: Batches | None = None
+    max_tokens: int = 64  # of each continuation
+    data: Batches | None = None  # training data for the trial; None for the texts
     runner: str = "auto"
-    allow_other_target: bool = False
+    allow_other_target: bool = False  # whether to accept a head for another target of the same sizes
 
 
 def _silent(stage: str) -> None:
@@ -256,7 +252,7 @@ def _examine_head(
     on_stage("the head's predictions, with the right feature and with others")
     case, agreement = compare(checkpoint, target, texts)
     said = predictions(case.head, case.parts, case.features, texts)
-    drafted = partial(draft, target, options, texts, said, tokenizer=tokenizer, runner=what.runner)
+    drafted = partial(_drafted, target, options, texts, said, tokenizer=tokenizer, runner=what.runner)
     try:
         on_stage("drafts in the engine, with the weights")
         exact = drafted()
@@ -269,6 +265,106 @@ def _examine_head(
     on_stage("acceptance, as training measures it")
     kept = _check_acceptance(case, tokenizer, what)
     return [*weights, *check_agreement(agreement), *kept, *templates, *drafting], checkpoint
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftingFigures:
+    """The engine's acceptance, and the expected one from the head's predictions at the same positions."""
+
+    accepted: Sequence[float]  # share of passes that accepted at least d drafted tokens, from d = 1
+    expected: Sequence[float]  # the same, from the head with the text as input
+    num_passes: int
+    num_errors: int  # passes with a draft that was dropped because the drafter failed
+
+
+def _drafted(
+    target: LoadedModel, config: Mapping[str, Any], texts: Texts, said: Tensor, *, tokenizer: Any, runner: str,
+    quantization: str = "none",
+) -> DraftingFigures:  # fmt: skip
+    """Drafts the continuations with chains in the engine, and compares pass by pass.
+
+    `said` are the (K, B, S) predictions of the head with the right feature. With `quantization` "auto" drafts come from
+    int8 copies where there are some. Raises `ForetokenError` when the head cannot be loaded as a drafter.
+    """
+    records: list[StepRecord] = []
+    lengths = {len(text) - len(prompt) for prompt, text in zip(texts.prompts, texts.texts, strict=True)}
+    shape = {"tree": "chain", "num_speculative_tokens": len(said), "quantization": quantization}
+    llm = LLM(
+        target.stored or target,
+        speculative_config={**config, **shape},
+        tokenizer=tokenizer,
+        max_num_seqs=AT_ONCE,
+        max_model_len=min(max(map(len, texts.texts)) + 1, target.context_len),
+        runner=runner,
+        on_step=records.append,
+    )
+    outputs = llm.generate([list(prompt) for prompt in texts.prompts], greedy(max(lengths)))
+    rows = {output.request_id: row for row, output in enumerate(outputs)}
+    accepted, expected = _by_depth(records, rows, _followed(outputs, texts), texts, said.tolist())
+    passes = sum(not step.ends_prompt for record in records for step in record.sequences)
+    errors = sum(record.draft_error is not None for record in records)
+    return DraftingFigures(accepted=accepted, expected=expected, num_passes=passes, num_errors=errors)
+
+
+def _followed(outputs: Sequence[RequestOutput], texts: Texts) -> list[int]:
+    """Returns how far each text was repeated; less than all of it only if two tokens tie within rounding."""
+    found = []
+    for output, prompt, text in zip(outputs, texts.prompts, texts.texts, strict=True):
+        pairs = zip(output.outputs[0].token_ids, text[len(prompt) :], strict=False)
+        same = next((index for index, (got, want) in enumerate(pairs) if got != want), len(text) - len(prompt))
+        found.append(len(prompt) + same)
+    return found
+
+
+def _by_depth(
+    records: Sequence[StepRecord],
+    rows: Mapping[str, int],
+    followed: Sequence[int],
+    texts: Texts,
+    said: list[list[list[int]]],
+) -> tuple[list[float], list[float]]:
+    """Returns shares of passes by depth: accepted by the engine, and expected from predictions (K, B, S)."""
+    accepted, expected, counts = ([0] * len(said) for _ in range(3))
+    roots = [len(prompt) - 1 for prompt in texts.prompts]
+    for record in records:
+        for step in record.sequences:
+            row = rows[step.request_id]
+            root = roots[row]
+            roots[row] += step.num_emitted
+            depth = min(step.tree_depth, len(said))
+            if root + depth >= followed[row]:
+                continue
+            hits = [said[d][row][root - 1] == texts.texts[row][root + 1 + d] for d in range(depth)]
+            right = next((d for d, hit in enumerate(hits) if not hit), depth)
+            for d in range(depth):
+                counts[d] += 1
+                accepted[d] += step.num_accepted > d
+                expected[d] += right > d
+    kept = [d for d, count in enumerate(counts) if count]
+    return [accepted[d] / counts[d] for d in kept], [expected[d] / counts[d] for d in kept]
+
+
+def check_drafting(drafting: DraftingFigures) -> Check:
+    """Checks that the engine accepts the head's predictions on the text."""
+    verdict: Verdict = "ok"
+    message = "Drafting does what training did."
+    drop = max((want - got for want, got in zip(drafting.expected, drafting.accepted, strict=True)), default=0.0)
+    if drafting.num_errors:
+        verdict = "fault"
+        message = (
+            f"The drafter failed in {drafting.num_errors} passes and was ignored there. Run with logging to see why."
+        )
+    elif drop > 0.03:
+        verdict = "fault" if drop > 0.15 else "warning"
+        message = (
+            f"Drafting does not do what training did: at some depth {drop:.3f} fewer passes accept than the "
+            "head fed the text predicts at the same positions. Likely causes: features of the wrong position are kept "
+            "when a path is committed, the head's own cache or positions are off, or dtypes are too narrow. Try "
+            "`--runner generic` and `--dtype float32`, and report what changes."
+        )
+    shares = [[round(share, 4) for share in row] for row in (drafting.accepted, drafting.expected)]
+    value = {"accepted": shares[0], "passes": drafting.num_passes}
+    return Check("drafting", verdict, value, f"accepted by depth {shares[1]}", message)
 
 
 def _check_rounding(exact: DraftingFigures, target: LoadedModel, drafted: Callable[..., DraftingFigures]) -> Check:

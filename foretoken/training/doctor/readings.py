@@ -1,38 +1,38 @@
-"""Measures how often a head predicts the target's token, at the right position and at others, and what is drafted.
+"""Measures how often a head predicts the target's token: at the right position and at others, as configured and not.
 
 The texts are prompts that the target continued greedily. There the target's choice, the text and the label are the same
 token, and a head that is fed the text is in the same situation as in drafting.
 
-Letters: B texts, S positions, E hidden size, K heads, V vocabulary.
+Letters: B texts, S positions, E hidden size, K heads, V vocabulary, Vd vocabulary of the drafts.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import islice
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from itertools import islice, permutations, product
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from foretoken.core.errors import ModelError, RequestError
 from foretoken.core.sampling_params import SamplingParams
+from foretoken.drafters.head_drafter import drafting_dtype
 from foretoken.entrypoints.llm import LLM
 from foretoken.heads.base import Head, UnrolledHead
+from foretoken.heads.decoder_layer import LayerConfig
 from foretoken.models.generic import find_blocks, find_final_norm
-from foretoken.models.parts import target_parts
+from foretoken.models.parts import target_parts, target_scaling, taught_parts
 from foretoken.training.objective_base import first_candidates
 from foretoken.training.teacher import Teacher
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from foretoken.core.passes import Tap
-    from foretoken.core.records import StepRecord
-    from foretoken.core.results import RequestOutput
+    from foretoken.formats.checkpoint import HeadCheckpoint
     from foretoken.models.loaded import LoadedModel
     from foretoken.models.parts import TargetParts
 
@@ -47,6 +47,7 @@ IN_PLACE, PRE_NORM, NORMED_TWICE = "in place", "pre-norm", "normed twice"
 EARLIER, LATER = "one position earlier", "one position later"
 _MOVED = {EARLIER: -1, LATER: 1}  # positions by which these readings are off
 _CLEAR = 1.5  # standard deviations by which the configured taps must lead; a choice: a head is rarely off
+_RELEASED_BASE = 10000.0  # of the rotary embedding of most released heads, whatever the target has
 SURE = 3.0  # standard deviations; a choice: by chance, one of 370 readings differs by more
 
 
@@ -78,43 +79,28 @@ class Texts:
         return mask.to(self.device)
 
 
-class Variant(NamedTuple):
-    """What a head predicts in another configuration, (K, B, S) int64; and the cause and remedy if that is right."""
-
-    said: Tensor
-    advice: str
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Agreement:
     """How often head i's first candidate is the target's choice, by its input feature and its label.
 
-    Attributes:
-        table: By reading of the feature, and by variant of the configuration: (K, shifts) shares, shifts as in
-            `SHIFTS`. For autoregressive heads the first step alone, since later steps depend on its output.
-        next_token: By reading: (K,) shares of answers that are the token right after the input feature. Untrained heads
-            give that token, since the LM head computes it from the feature.
-        most_frequent: Share of the most frequent label: the accuracy of a constant guess.
-        num_positions: Positions at which the deepest head was judged.
-        num_texts: Texts at which it was judged.
-        reads_tokens: Whether heads read the tokens between the feature and their own.
-        is_autoregressive: Whether heads read their own states.
-        taps: The taps that the head reads.
-        gains: For each variant and each reading one block off, by how many standard deviations its first step is right
-            more often than with the present reading; over positions at which exactly one of the two is right.
-        variants: For each variant of the configuration the cause and the remedy.
+    `table` has, by reading of the feature and by variant of the configuration, (K, shifts) shares, shifts as in
+    `SHIFTS`. For autoregressive heads K is 1, since later steps depend on the output of the first one. `next_token` has
+    (K,) shares of answers that are the token right after the input feature. Untrained heads give that token, since the
+    LM head computes it from the feature. `gains` has, for each variant and each reading one block off, by how many
+    standard deviations its first step is right more often than with the present reading; over positions at which
+    exactly one of the two is right.
     """
 
     table: Mapping[str, Sequence[Sequence[float]]]
     next_token: Mapping[str, Sequence[float]]
-    most_frequent: float
-    num_positions: int
-    reads_tokens: bool
-    num_texts: int = 1
-    is_autoregressive: bool = False
+    most_frequent: float  # share of the most frequent label: the accuracy of a constant guess
+    num_positions: int  # at which the deepest head was judged
+    reads_tokens: bool  # whether heads read the tokens between the feature and their own
+    num_texts: int = 1  # at which the head was judged
+    is_autoregressive: bool = False  # whether heads read their own states
     taps: Sequence[Tap] = ("final",)
     gains: Mapping[str, float] = field(default_factory=dict)
-    variants: Mapping[str, str] = field(default_factory=dict)
+    variants: Mapping[str, str] = field(default_factory=dict)  # cause and remedy of each variant
 
     @property
     def margin(self) -> float:
@@ -295,26 +281,52 @@ def target_choices(target: LoadedModel, texts: Texts) -> Tensor:
     return said
 
 
-def measure(
-    head: Head,
-    parts: TargetParts,
-    readings: Mapping[str, Tensor],
-    texts: Texts,
-    *,
-    choices: Tensor,
-    variants: Mapping[str, Variant] = MappingProxyType({}),
-) -> Agreement:
-    """Compares a head with `target_choices`, by reading of `read_features`, by variant and by shift.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """A head in the dtype in which it drafts."""
 
-    The head, parts and readings are in one dtype.
-    """
-    is_autoregressive = isinstance(head, UnrolledHead)
+    checkpoint: HeadCheckpoint
+    head: Head  # made from the checkpoint
+    target: LoadedModel
+    parts: TargetParts  # in the dtype of the head
+    features: Tensor  # (B, S, F E), what drafting reads, in the dtype of the head
+    texts: Texts
+    choices: Tensor  # (B, S) int64, see `target_choices`
+
+    def said(self, head: Head) -> Tensor:
+        """Returns (K, B, S) int64, the predictions of a head at the judged positions; K as in `Agreement.table`."""
+        return predictions(head, self.parts, self.features, self.texts, num_steps=_compared_steps(head))
+
+
+def compare(checkpoint: HeadCheckpoint, target: LoadedModel, texts: Texts) -> tuple[Case, Agreement]:
+    """Compares a head with the target, in the dtype in which it drafts: every reading of the feature, every variant."""
+    dtype, taps = drafting_dtype(target), checkpoint.config.taps
+    readings = {name: each.to(dtype) for name, each in read_features(target, texts.tokens, taps).items()}
+    case = Case(
+        checkpoint=checkpoint,
+        head=checkpoint.module(device=target.device, dtype=dtype),
+        target=target,
+        parts=taught_parts(target_parts(target, dtype=dtype), checkpoint.draft_vocab),
+        features=readings[IN_PLACE],
+        texts=texts,
+        choices=target_choices(target, texts),
+    )
+    return case, _agreement(case, readings)
+
+
+def _agreement(case: Case, readings: Mapping[str, Tensor]) -> Agreement:
+    head, parts, texts, choices = case.head, case.parts, case.texts, case.choices
     # For a head of features alone, a position off and a label off are the same: the shifts cover that case.
-    looks = reads_tokens(head, parts, readings[IN_PLACE])
-    tried = [name for name in readings if looks or name not in (EARLIER, LATER)]
-    heads = range(compared_steps(head))
-    said = {name: predictions(head, parts, readings[name], texts, num_steps=len(heads)) for name in tried}
-    said |= {name: each.said for name, each in variants.items()}
+    looks = _reads_tokens(head, parts, case.features)
+    heads, variants = range(_compared_steps(head)), dict[str, str]()
+    said = {
+        name: predictions(head, parts, reading, texts, num_steps=len(heads))
+        for name, reading in readings.items()
+        if looks or name not in _MOVED
+    }
+    for make, advice in _VARIANTS:
+        for name, predicted in make(case):
+            said[name], variants[name] = predicted, advice
     where = [texts.judged(last=2 + index + max(SHIFTS)) for index in heads]
 
     def right(name: str, index: int, offset: int) -> Tensor:
@@ -324,6 +336,7 @@ def measure(
         return float(right(name, index, offset).float().mean())
 
     labels = choices.roll(-1, dims=1)[where[0]]
+    compared = [name for name in said if name in MOVED_BLOCKS or name in variants]
     return Agreement(
         table={name: [[share(name, i, 1 + i + shift) for shift in SHIFTS] for i in heads] for name in said},
         next_token={name: [share(name, i, _MOVED.get(name, 0)) for i in heads] for name in said},
@@ -331,19 +344,14 @@ def measure(
         num_positions=int(where[-1].sum()),
         num_texts=len(texts.texts),
         reads_tokens=looks,
-        is_autoregressive=is_autoregressive,
+        is_autoregressive=isinstance(head, UnrolledHead),
         taps=head.config.taps,
-        gains={
-            name: _gain(right(IN_PLACE, 0, 1), right(name, 0, 1))
-            for name in said
-            if name in MOVED_BLOCKS or name in variants
-        },
-        variants={name: each.advice for name, each in variants.items()},
+        gains={name: _gain(right(IN_PLACE, 0, 1), right(name, 0, 1)) for name in compared},
+        variants=variants,
     )
 
 
-def compared_steps(head: Head) -> int:
-    """Returns K of `Agreement.table`: 1 for autoregressive heads, whose later steps read the first one's output."""
+def _compared_steps(head: Head) -> int:
     return 1 if isinstance(head, UnrolledHead) else head.config.steps
 
 
@@ -354,7 +362,7 @@ def _gain(before: Tensor, after: Tensor) -> float:
 
 
 @torch.no_grad()
-def reads_tokens(head: Head, parts: TargetParts, features: Tensor) -> bool:
+def _reads_tokens(head: Head, parts: TargetParts, features: Tensor) -> bool:
     """Decides by trial whether a head reads the tokens after the feature; features: (B, S, E)."""
     few = features[:1, :4]
     zeros = torch.zeros(few.shape[:2], dtype=torch.int64, device=few.device)
@@ -362,94 +370,103 @@ def reads_tokens(head: Head, parts: TargetParts, features: Tensor) -> bool:
     return not torch.equal(with_zeros, with_ones)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DraftingFigures:
-    """The engine's acceptance, and the expected one from the head's predictions at the same positions.
-
-    Attributes:
-        accepted: Share of passes that accepted at least d drafted tokens, from d = 1.
-        expected: The same, from the head with the text as input.
-        num_errors: Passes with a draft that was dropped because the drafter failed.
-    """
-
-    accepted: Sequence[float]
-    expected: Sequence[float]
-    num_passes: int
-    num_errors: int
-
-    @property
-    def drop(self) -> float:
-        """Greatest difference of `accepted` and `expected` at any depth."""
-        return max((want - got for want, got in zip(self.expected, self.accepted, strict=True)), default=0.0)
+# Other configurations of a head find faults that raise no error: the weights of the head stay, and a configuration that
+# is right more often names the fault.
 
 
-def draft(
-    target: LoadedModel, config: Mapping[str, Any], texts: Texts, said: Tensor, *, tokenizer: Any, runner: str,
-    quantization: str = "none",
-) -> DraftingFigures:  # fmt: skip
-    """Drafts the continuations with chains in the engine, and compares pass by pass.
-
-    Args:
-        config: The `speculative_config` with the head.
-        said: (K, B, S), its predictions with the right feature.
-        quantization: Of the head: as trained, or "auto", which drafts with int8 copies where it can.
-
-    Raises:
-        ForetokenError: When the head cannot be loaded as a drafter.
-    """
-    records: list[StepRecord] = []
-    lengths = {len(text) - len(prompt) for prompt, text in zip(texts.prompts, texts.texts, strict=True)}
-    shape = {"tree": "chain", "num_speculative_tokens": len(said), "quantization": quantization}
-    llm = LLM(
-        target.stored or target,
-        speculative_config={**config, **shape},
-        tokenizer=tokenizer,
-        max_num_seqs=AT_ONCE,
-        max_model_len=min(max(map(len, texts.texts)) + 1, target.context_len),
-        runner=runner,
-        on_step=records.append,
-    )
-    outputs = llm.generate([list(prompt) for prompt in texts.prompts], greedy(max(lengths)))
-    rows = {output.request_id: row for row, output in enumerate(outputs)}
-    accepted, expected = _by_depth(records, rows, _followed(outputs, texts), texts, said.tolist())
-    passes = sum(not step.ends_prompt for record in records for step in record.sequences)
-    errors = sum(record.draft_error is not None for record in records)
-    return DraftingFigures(accepted=accepted, expected=expected, num_passes=passes, num_errors=errors)
+def _rotary(case: Case) -> Iterator[tuple[str, Tensor]]:
+    config, target = case.checkpoint.config, case.target.config
+    for key in ("layer", "prefix"):
+        layer = getattr(config, key, None)
+        if isinstance(layer, LayerConfig):
+            bases = dict.fromkeys((layer.rope_theta, *_target_bases(target), _RELEASED_BASE))
+            own, others = layer.rope_scaling, [target_scaling(target), None]
+            for base, scaling in product(bases, [own, *(each for each in others if each != own)]):
+                if (base, scaling) == (layer.rope_theta, own):
+                    continue
+                other = layer.model_copy(update={"rope_theta": base, "rope_scaling": scaling})
+                changed = replace(case.checkpoint, config=config.model_copy(update={key: other}))
+                head = changed.module(device=case.target.device, dtype=case.features.dtype)
+                yield f"rotary base {base:g}, scaling {scaling or 'none'}", case.said(head)
 
 
-def _followed(outputs: Sequence[RequestOutput], texts: Texts) -> list[int]:
-    """Returns how far each text was repeated; less than all of it only if two tokens tie within rounding."""
-    found = []
-    for output, prompt, text in zip(outputs, texts.prompts, texts.texts, strict=True):
-        pairs = zip(output.outputs[0].token_ids, text[len(prompt) :], strict=False)
-        same = next((index for index, (got, want) in enumerate(pairs) if got != want), len(text) - len(prompt))
-        found.append(len(prompt) + same)
-    return found
+def _target_bases(config: Any) -> list[float]:
+    rope = getattr(config, "rope_parameters", None) or {}  # with one entry for each kind of layer in some models
+    return [each["rope_theta"] for each in (rope, *rope.values()) if isinstance(each, dict) and "rope_theta" in each]
 
 
-def _by_depth(
-    records: Sequence[StepRecord],
-    rows: Mapping[str, int],
-    followed: Sequence[int],
-    texts: Texts,
-    said: list[list[list[int]]],
-) -> tuple[list[float], list[float]]:
-    """Returns shares of passes by depth: accepted by the engine, and expected from predictions (K, B, S)."""
-    accepted, expected, counts = ([0] * len(said) for _ in range(3))
-    roots = [len(prompt) - 1 for prompt in texts.prompts]
-    for record in records:
-        for step in record.sequences:
-            row = rows[step.request_id]
-            root = roots[row]
-            roots[row] += step.num_emitted
-            depth = min(step.tree_depth, len(said))
-            if root + depth >= followed[row]:
-                continue
-            hits = [said[d][row][root - 1] == texts.texts[row][root + 1 + d] for d in range(depth)]
-            right = next((d for d, hit in enumerate(hits) if not hit), depth)
-            for d in range(depth):
-                counts[d] += 1
-                accepted[d] += step.num_accepted > d
-                expected[d] += right > d
-    kept = [d for d, count in enumerate(counts) if count]
-    return [accepted[d] / counts[d] for d in kept], [expected[d] / counts[d] for d in kept]
+@torch.no_grad()
+def _lm_head(case: Case) -> Iterator[tuple[str, Tensor]]:
+    head, parts = case.head, case.parts
+    few = slice(0, 1), slice(0, 4)
+    hidden = next(iter(head.teacher_forced(case.features[few], case.texts.tokens[few], parts)))
+    is_readable = hidden.shape[-1] == parts.lm_head_weight.shape[1]
+    if is_readable and not head.has_target_lm_head and head.token_map is None:  # a wrong map looks like a wrong LM head
+        yield "the target's LM head", predictions(
+            head, parts, case.features, case.texts, num_steps=_compared_steps(head),
+            logits=lambda _, rows: parts.lm_head(rows),
+        )  # fmt: skip
+
+
+def _order(case: Case) -> Iterator[tuple[str, Tensor]]:
+    """Other orders of the parts that `fc` reads, and of the rows that a rotary embedding turns in pairs."""
+    weights, hidden = case.checkpoint.weights, case.features.shape[-1] // len(case.checkpoint.config.taps)
+    changed: dict[str, dict[str, Tensor]] = {}
+    if (fc := weights.get("fc.weight")) is not None and fc.shape[1] in (2 * hidden, 3 * hidden):
+        parts = fc.split(hidden, dim=1)
+        for order in list(permutations(range(len(parts))))[1:]:
+            name = f"the parts of `fc` in the order {', '.join(str(part + 1) for part in order)}"
+            changed[name] = {"fc.weight": torch.cat([parts[part] for part in order], dim=1)}
+    for block, layer in ((key, getattr(case.checkpoint.config, key, None)) for key in ("layer", "prefix")):
+        if isinstance(layer, LayerConfig):
+            keys = [f"{block}.{name}_proj.{kind}" for name, kind in product("qk", ("weight", "bias"))]
+            rows = {key: weights[key].unflatten(0, (-1, layer.head_dim)) for key in keys if key in weights}
+            for name, split in (("from halves to pairs", (2, -1)), ("from pairs to halves", (-1, 2))):
+                changed[f"rotary rows of `q_proj` and `k_proj` {name}"] = {
+                    key: each.unflatten(1, split).transpose(1, 2).reshape(weights[key].shape)
+                    for key, each in rows.items()
+                }
+    for name, others in changed.items():
+        if others:
+            checkpoint = replace(case.checkpoint, weights={**weights, **others})
+            yield name, case.said(checkpoint.module(device=case.target.device, dtype=case.features.dtype))
+
+
+def _token_map(case: Case) -> Iterator[tuple[str, Tensor]]:
+    """Maps a predicted token to the target's choice at most of its positions; counts in the other half of the texts."""
+    if case.head.token_map is None:
+        return
+    said, size = case.said(case.head), case.checkpoint.config.vocab_size
+    labels = torch.stack([case.choices.roll(-1 - step, dims=1) for step in range(len(said))])
+    is_known, mapped = (said >= 0) & (labels >= 0), said.clone()
+    is_odd = torch.zeros_like(is_known)
+    is_odd[:, 1::2] = True
+    for half in (is_odd, ~is_odd):
+        counted = is_known & ~half
+        pairs, counts = (said[counted] * size + labels[counted]).unique(return_counts=True)
+        is_most = 2 * counts > said[counted].bincount(minlength=size)[pairs // size]
+        token_map = torch.arange(size, device=said.device)
+        token_map[pairs[is_most] // size] = pairs[is_most] % size
+        mapped[half] = token_map[said[half].clamp_min(0)].where(said[half] >= 0, -1)
+    yield "another token map", mapped
+
+
+def _dtype(case: Case) -> Iterator[tuple[str, Tensor]]:
+    if case.features.dtype != torch.float32:
+        head = case.checkpoint.module(device=case.target.device, dtype=torch.float32)
+        parts = taught_parts(target_parts(case.target, dtype=torch.float32), head.draft_vocab)
+        yield "float32", replace(case, parts=parts, features=case.features.float()).said(head)
+
+
+_VARIANTS: tuple[tuple[Callable[[Case], Iterator[tuple[str, Tensor]]], str], ...] = (
+    (_rotary, "the head was trained with another rotary embedding than its configuration says. Set rope_theta and "
+              "rope_scaling to those, or convert the head again"),
+    (_lm_head, "the head was trained with the target's LM head, and its files hold another one. Convert it again "
+               "without an LM head of its own"),
+    (_order, "its files hold these weights in another order, as after a conversion that took the feature and the "
+             "embedding, the taps, or the pairs of the rotary embedding otherwise. Convert it again"),
+    (_token_map, "the rows of the LM head stand for other tokens than the token map says (`d2t` is missing, or of "
+                 "another head). Convert it again with its own `d2t`"),
+    (_dtype, "the dtype in which the head drafts is too narrow for it. Load the target with `--dtype bfloat16`, or "
+             "`--dtype float32` if it is bfloat16 already"),
+)  # fmt: skip
