@@ -28,12 +28,10 @@ _RIDGE = 1e-3  # added to the mean square of each input, relative; a choice: 1e-
 class LinearStart:
     """Moments of (embedding, feature) and the next feature, over positions of texts, summed in float64 on the CPU.
 
-    Attributes:
-        num_tokens: That the map should be fitted to.
+    The map should be fitted to `num_tokens` tokens.
     """
 
     def __init__(self, head: EagleHead, parts: TargetParts) -> None:
-        """Begins with no position."""
         self._head, self._parts = head, parts
         size = head.config.width
         rows = 2 * size + (head.fc.bias is not None)

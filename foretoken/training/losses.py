@@ -25,25 +25,18 @@ _LEAST_LOG_PROB = -1e4  # in place of -inf, which times a probability of 0 would
 
 
 class LossWeights(NamedTuple):
-    """Weights of the distances.
+    """Weights of the distances between p, the target's distribution, and q, the head's.
 
-    Attributes:
-        token: Cross-entropy with the text itself.
-        kl: KL(target || head): the extra surprise on the target's own text.
-        tv: Total variation: one minus the probability that a drawn draft is accepted (Leviathan 2211.17192, 3.2).
-        top: -sum of p log q over the target's `num_top` most probable tokens, p not renormalised (HASS 2408.15766,
-            3.2).
-        rkl: KL(head || target): the head avoids tokens that the target would not write.
-        jsd: Jensen-Shannon divergence b KL(p || m) + (1 - b) KL(q || m) with m = b p + (1 - b) q, p the target's and b
-            `jsd_beta`, between 0 and 1 (DistillSpec 2310.08461, A.1).
+    `jsd` is that of the Jensen-Shannon divergence `b KL(p || m) + (1 - b) KL(q || m)` with `m = b p + (1 - b) q` and
+    b = `jsd_beta`, between 0 and 1 (DistillSpec 2310.08461, A.1).
     """
 
-    token: float = 0.0
-    kl: float = 0.0
-    tv: float = 0.0
-    top: float = 0.0
+    token: float = 0.0  # cross-entropy with the text itself
+    kl: float = 0.0  # KL(p || q): the extra surprise on the target's own text
+    tv: float = 0.0  # total variation: 1 - P(a drawn draft is accepted) (Leviathan 2211.17192, 3.2)
+    top: float = 0.0  # -sum of p log q over the `num_top` greatest p, not renormalised (HASS 2408.15766, 3.2)
     num_top: int = 10
-    rkl: float = 0.0
+    rkl: float = 0.0  # KL(q || p): the head avoids tokens that the target would not write
     jsd: float = 0.0
     jsd_beta: float = 0.5
 
@@ -54,15 +47,11 @@ class LossWeights(NamedTuple):
 
 
 class TargetRows(NamedTuple):
-    """The target's distributions at M positions; `best`, (M,) int64, are its most probable tokens.
+    """The target's distributions at M positions; without `probs` and `entropy` if only `best` is needed."""
 
-    `probs` are (M, V), in float32 at least, rows sum to 1; `entropy` is (M,) nats. Both are None if only `best` is
-    needed.
-    """
-
-    best: Tensor
-    probs: Tensor | None = None
-    entropy: Tensor | None = None
+    best: Tensor  # (M,) int64, the most probable tokens
+    probs: Tensor | None = None  # (M, V), in float32 at least, rows sum to 1
+    entropy: Tensor | None = None  # (M,) nats
 
     def at(self, rows: slice | Tensor) -> TargetRows:
         """Returns some of the positions."""
@@ -71,17 +60,11 @@ class TargetRows(NamedTuple):
 
 
 class Distances(NamedTuple):
-    """The result of `distances`.
+    """The result of `distances`."""
 
-    Attributes:
-        loss: (M,) weighted sums of the distances, in float32 at least.
-        best: (M,) int64, the head's first candidates.
-        grad: (M, V) in the logits' dtype: gradient of `scale * loss.sum()`; None if every weight is 0.
-    """
-
-    loss: Tensor
-    best: Tensor
-    grad: Tensor | None
+    loss: Tensor  # (M,) weighted sums of the distances, in float32 at least
+    best: Tensor  # (M,) int64, the head's first candidates
+    grad: Tensor | None  # (M, V) in the logits' dtype: gradient of `scale * loss.sum()`; None if every weight is 0
 
 
 @torch.no_grad()
@@ -112,11 +95,9 @@ def distances(
 ) -> Distances:
     """Returns weighted distances of a head's distributions, and their gradient.
 
-    Args:
-        logits: (M, V), the head's, in any floating dtype; computed in float32 at least.
-        target: The target's distributions; with probabilities if the weights need them.
-        labels: (M,) int64, the text itself.
-        scale: Factor of the gradient alone.
+    The head's (M, V) `logits` have any floating dtype; distances are computed in float32 at least. `target` has
+    probabilities if the weights need them. `labels`, (M,) int64, are the text itself. `scale` is a factor of the
+    gradient alone.
     """
     if _has_kernels(logits) and not (weights.rkl or weights.jsd):  # which the kernels do not have
         from foretoken.training.triton_losses import losses_and_gradient

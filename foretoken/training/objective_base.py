@@ -34,17 +34,11 @@ _GPU_PORTION_VALUES = 1 << 26  # a choice: few launches, 256 MiB in float32
 
 
 class Fed(NamedTuple):
-    """The output of a step that is fed the text itself.
+    """The output of a step that is fed the text itself, at Q positions that estimate its loss over all positions."""
 
-    Attributes:
-        hidden: (B, Q, W), input of its logits at Q positions of every sequence.
-        offset: The first of these positions.
-        stride: Distance of these positions; they estimate the step's loss and counts over all positions.
-    """
-
-    hidden: Tensor
-    offset: int = 0
-    stride: int = 1
+    hidden: Tensor  # (B, Q, W), input of the logits
+    offset: int = 0  # the first of the positions
+    stride: int = 1  # their distance
 
     def has(self, positions: Tensor) -> Tensor:
         """Returns which of some positions belong to the step."""
@@ -81,17 +75,14 @@ class Divergences(BaseModel):
 class Objective(Divergences):
     """Weights of the terms of a head's loss; a method's own defaults derive from it.
 
-    Attributes:
-        feature_weight: Weight of the smooth L1 distance between the head's feature and the target's.
-        head_decay: Head i has the weight `head_decay ** i`.
-        noise: Uniform noise on features, within noise / sqrt(S E) (after NEFTune 2310.05914), or within
-            noise * `noise_window` / S for methods with a window; 0 for none.
+    Features get uniform noise within `noise / sqrt(S E)` (after NEFTune 2310.05914), or within `noise * noise_window /
+    S` for methods with a window.
     """
 
     noise_window: ClassVar[int | None] = None  # tokens of the published training windows
 
-    feature_weight: float = Field(default=0.0, ge=0)
-    head_decay: float = Field(default=1.0, gt=0, le=1)
+    feature_weight: float = Field(default=0.0, ge=0)  # of the smooth L1 distance between head's and target's feature
+    head_decay: float = Field(default=1.0, gt=0, le=1)  # head i has the weight `head_decay ** i`
     noise: float = Field(default=0.0, ge=0)
 
     def steps(self, config: HeadConfig) -> int:
@@ -119,23 +110,14 @@ class Objective(Divergences):
 
 @dataclass(frozen=True, slots=True)
 class Examples:
-    """One micro-batch.
+    """One micro-batch."""
 
-    Attributes:
-        tokens: (B, S) int64.
-        supervised: (B, S) bool, tokens that count as labels.
-        features: (B, S, F E), the target's features that the head reads, side by side.
-        final: (B, S, E), input of the target's LM head.
-        progress: Share of the training that is done.
-        positions: For the rotations of the head; the target's features are those of positions 0 … S - 1.
-    """
-
-    tokens: Tensor
-    supervised: Tensor
-    features: Tensor
-    final: Tensor
-    progress: float = 0.0
-    positions: WindowPositions = IN_PLACE
+    tokens: Tensor  # (B, S) int64
+    supervised: Tensor  # (B, S) bool, tokens that count as labels
+    features: Tensor  # (B, S, F E), the target's features that the head reads, side by side
+    final: Tensor  # (B, S, E), input of the target's LM head
+    progress: float = 0.0  # share of the training that is done
+    positions: WindowPositions = IN_PLACE  # for the rotations of the head; the target reads positions 0 … S - 1
 
     @classmethod
     def of_batch(
@@ -155,14 +137,10 @@ class Examples:
 
 @dataclass(frozen=True, slots=True)
 class HeadSums:
-    """Sums over the supervised positions of each head, which may be added over micro-batches and processes.
+    """(K,) float64 sums over the supervised positions of each head, to be added over micro-batches and processes."""
 
-    `loss`, (K,) float64, has weighted losses before the decay. `matches` counts positions at which the head's first
-    candidate is the target's.
-    """
-
-    loss: Tensor
-    matches: Tensor
+    loss: Tensor  # weighted losses before the decay
+    matches: Tensor  # positions at which the head's first candidate is the target's
     count: Tensor
 
     def __add__(self, other: HeadSums) -> HeadSums:
@@ -191,14 +169,15 @@ def accumulate(
     given = replace(examples, features=_noisy(examples.features, objective))
     sequence, place, num_rows = _labelled(examples.supervised, len(counts))
     losses, divisors = [], objective.divisors(counts).clamp_min(1)
+    zero = torch.zeros((), dtype=torch.float64, device=sequence.device)
     fed = islice(objective.fed(head, given, parts), len(counts))
     for index, step in enumerate(fed):
         position = place[: num_rows[index]] - (index + 1)
         known = None if step.stride == 1 else step.has(position).nonzero()[:, 0]
         where = slice(len(position)) if known is None else known
         read = step.hidden[sequence[where], (position[where] - step.offset) // step.stride]
-        scale = weight * objective.head_decay**index / float(divisors[index])
-        losses.append(_StepLoss(objective, head, index, read, known, scale * step.stride, step.stride))
+        scale = weight * objective.head_decay**index / float(divisors[index]) * step.stride
+        losses.append(_StepLoss(objective, head, index, read, known, scale, step.stride, zero, zero))
     num_logits = head.config.vocab_size if parts.head_rows is None else len(parts.head_rows.tokens)
     size = portion_rows(num_logits, sequence.device)
     for begin in range(0, num_rows[0], size):
@@ -213,11 +192,10 @@ def accumulate(
 
 
 def _labelled(supervised: Tensor, num_heads: int) -> tuple[Tensor, Tensor, list[int]]:
-    """Returns the places with labels, late ones first, since every head has a position for the first places.
+    """Returns (N,) sequences and (N,) places with labels, and the number of places for each head.
 
-    Returns:
-        (N,) sequences and (N,) places p, where the label is the token p + 1 and head i learns at position p - 1 - i;
-        and the number of these places for each head.
+    At place p the label is the token p + 1, and head i learns at position p - 1 - i. Late places come first, since
+    every head has a position for them.
     """
     sequence, column = supervised[:, 2:].nonzero().unbind(1)
     order = column.argsort(descending=True, stable=True)
@@ -228,19 +206,14 @@ def _labelled(supervised: Tensor, num_heads: int) -> tuple[Tensor, Tensor, list[
 class _Portion(NamedTuple):
     """The labels and distributions of N places.
 
-    Attributes:
-        features: (N, E), input of the target's LM head.
-        target: The target's distributions, over the draft vocabulary if there is one.
-        labels: (N,) labels of the text, over the same vocabulary.
-        is_drafted: (N,) bool, whether the draft vocabulary has the target's choice and the label (if it counts): only
-            there the head learns. Where the target's LM head has its rows alone, the label stands for the choice. None
-            for all places.
+    `is_drafted` tells whether the draft vocabulary has the target's choice and the label (if it counts): only there the
+    head learns. Where the target's LM head has its rows alone, the label stands for the choice. None for all places.
     """
 
-    features: Tensor
-    target: TargetRows
-    labels: Tensor
-    is_drafted: Tensor | None
+    features: Tensor  # (N, E), input of the target's LM head
+    target: TargetRows  # over the draft vocabulary if there is one
+    labels: Tensor  # (N,) of the text, over the same vocabulary
+    is_drafted: Tensor | None  # (N,) bool
 
 
 @torch.no_grad()
@@ -272,31 +245,25 @@ def _portion(
     return _Portion(features, target_rows(logits, has_probs=has_probs), labels.clamp_min(0), is_drafted)
 
 
+@dataclass(slots=True)
 class _StepLoss:
-    """The loss of one step; `read`, (N, W), is the input of `logits`, and `grad` the loss's gradient there."""
+    """The loss of one step, and its gradient at the input of the logits."""
 
-    def __init__(
-        self,
-        objective: Objective,
-        head: Head,
-        index: int,
-        read: Tensor,
-        known: Tensor | None,
-        scale: float,
-        stride: int,
-    ) -> None:
-        """`known`: (N,) ascending, indices of these places, None for the first N; `stride`: see `Fed`."""
-        self._objective, self._head, self._index, self._scale = objective, head, index, scale
-        self._known, self._stride = known, stride
-        self.read = read
-        self.grad: Tensor | None = None
-        self._loss = torch.zeros((), dtype=torch.float64, device=read.device)
-        self._matches = torch.zeros_like(self._loss)
+    objective: Objective
+    head: Head
+    index: int
+    read: Tensor  # (N, W), input of the logits
+    known: Tensor | None  # (N,) ascending, indices of these places; None for the first N
+    scale: float
+    stride: int  # see `Fed`
+    loss: Tensor  # () float64
+    matches: Tensor  # () float64
+    grad: Tensor | None = None  # of `read`
 
     def add_portion(self, begin: int, portion: _Portion, parts: TargetParts) -> None:
         """Computes the backward pass through the LM head to `read`; begin: first row of the portion among all."""
         end = begin + len(portion.labels)
-        rows, known = slice(begin, end), self._known
+        rows, known = slice(begin, end), self.known
         places: slice | Tensor = slice(max(min(end, len(self.read)) - begin, 0))
         if known is not None:
             first, last = torch.searchsorted(known, torch.tensor([begin, end], device=known.device)).tolist()
@@ -305,9 +272,9 @@ class _StepLoss:
         if not len(hidden):
             return
         target = portion.target.at(places)
-        logits = self._head.draft_logits(self._index, hidden, parts)
+        logits = self.head.draft_logits(self.index, hidden, parts)
         found = distances(
-            logits.detach(), target, portion.labels[places], self._objective.distance_weights, scale=self._scale
+            logits.detach(), target, portion.labels[places], self.objective.distance_weights, scale=self.scale
         )
         loss, matches, ends = found.loss, found.best == target.best, []
         if portion.is_drafted is not None:
@@ -317,22 +284,22 @@ class _StepLoss:
                 found.grad.mul_(is_drafted.unsqueeze(1))
         if logits.requires_grad and found.grad is not None:
             ends.append((logits, found.grad))
-        if self._objective.feature_weight:
+        if self.objective.feature_weight:
             apart = smooth_l1_loss(hidden, portion.features[places], reduction="none").mean(1)
-            loss = loss + self._objective.feature_weight * apart.detach()
+            loss = loss + self.objective.feature_weight * apart.detach()
             if apart.requires_grad:
-                ends.append((apart, torch.full_like(apart, self._objective.feature_weight * self._scale)))
+                ends.append((apart, torch.full_like(apart, self.objective.feature_weight * self.scale)))
         if ends:
             torch.autograd.backward([end for end, _ in ends], [grad for _, grad in ends])
         if hidden.grad is not None:
             self.grad = torch.zeros_like(self.read) if self.grad is None else self.grad
             self.grad[rows] = hidden.grad
-        self._loss += loss.double().sum()
-        self._matches += matches.sum()
+        self.loss = self.loss + loss.double().sum()
+        self.matches = self.matches + matches.sum()
 
     def sums(self) -> tuple[Tensor, Tensor, Tensor]:
-        count = torch.full_like(self._loss, len(self.read))
-        return self._loss * self._stride, self._matches * self._stride, count * self._stride
+        count = torch.full_like(self.loss, len(self.read))
+        return self.loss * self.stride, self.matches * self.stride, count * self.stride
 
 
 def _noisy(features: Tensor, objective: Objective) -> Tensor:

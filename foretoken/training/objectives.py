@@ -1,21 +1,8 @@
 """The objectives of the methods, each with the sizes of a new head, and the table of trainable methods.
 
-- Medusa: weights 0.8^i as published, by default towards the target's distribution, as section 2.3.2 has it for the
-  backbone. Cai et al. 2024 (arXiv 2401.10774), section 2.2.
-- Hydra++: the target's distributions alone, all heads with the same weight. Ankner et al. 2024 (arXiv 2402.05109),
-  sections 4.2 and 4.3.
-- MLP speculator: all stages with the same weight, as in the published runs. Wertheimer et al. 2024 (arXiv 2404.19124),
-  section 3.
-- EAGLE: the next feature and, with a tenth of the weight, the target's distribution, one step ahead. Li et al. 2024
-  (arXiv 2401.15077), section 4.2; the noise is that of the released code, which grows for shorter windows.
-- HASS: EAGLE's over several steps, each from the head's own features of the steps before, without a gradient between
-  steps, and the cross-entropy over the target's most probable tokens. The head is EAGLE's. Zhang et al. 2024
-  (arXiv 2408.15766), sections 3.1 and 3.2.
-- EAGLE-3: the target's distributions over several steps of the head's own states, see `Eagle3Objective`. Li et al. 2025
-  (arXiv 2503.01840), section 3.1 (training-time test).
-- SPiRe: the target's distributions over several steps of the draft's own memories, see `SpireObjective`.
-  Neelam et al. 2025 (arXiv 2504.06419).
-- Falcon: whole blocks with glances at the answers, see `FalconObjective`. Gao et al. 2024 (arXiv 2412.12639).
+Hydra++ learns the target's distributions alone, all heads with the same weight: Ankner et al. 2024 (arXiv 2402.05109),
+sections 4.2 and 4.3. MLP speculators have the same weight for all stages, as in the published runs: Wertheimer et al.
+2024 (arXiv 2404.19124), section 3. These two use `Objective` itself.
 
 Letters: B sequences, S positions, N rows that learn, K size of a block, E hidden size.
 """
@@ -55,7 +42,10 @@ _NOISE_WINDOW = 512  # window length of the published noise
 
 
 class MedusaObjective(Objective):
-    """The published decay with distillation from the target."""
+    """Weights 0.8^i as published, by default towards the target's distribution, as section 2.3.2 has it.
+
+    Source: Cai et al. 2024 (arXiv 2401.10774), sections 2.2 and 2.3.2.
+    """
 
     head_decay: float = Field(default=0.8, gt=0, le=1)
 
@@ -63,19 +53,14 @@ class MedusaObjective(Objective):
 class UnrolledObjective(Objective):
     """Trains several steps of a draft of an `UnrolledHead`, the later ones on the head's own states.
 
-    Drafts from neighbouring positions teach nearly the same. Following only every few of them beyond the first step
-    gives the same gradient on average, for a fraction of the work.
-
-    Attributes:
-        passes: Steps that are unrolled, K at most.
-        stride: Distance of positions with drafts that are followed beyond the first step, with a new offset in each
-            batch; 1 as published.
+    Drafts from neighbouring positions teach nearly the same. Following only those at a distance of `stride` beyond the
+    first step, with a new offset in each batch, gives the same gradient on average, for a fraction of the work.
     """
 
     is_detached: ClassVar[bool] = False  # whether no gradient flows from a step into earlier ones
 
-    passes: int = Field(default=1, ge=1)
-    stride: int = Field(default=1, ge=1)
+    passes: int = Field(default=1, ge=1)  # steps that are unrolled, K at most
+    stride: int = Field(default=1, ge=1)  # 1 as published
 
     @override
     def steps(self, config: HeadConfig) -> int:
@@ -96,7 +81,11 @@ class UnrolledObjective(Objective):
 
 
 class EagleObjective(UnrolledObjective):
-    """EAGLE's objective with the published weights."""
+    """The next feature and, with a tenth of the weight, the target's distribution, one step ahead.
+
+    The noise is that of the released code, which grows for shorter windows. Source: Li et al. 2024 (arXiv 2401.15077),
+    section 4.2.
+    """
 
     noise_window: ClassVar[int | None] = _NOISE_WINDOW
 
@@ -106,9 +95,9 @@ class EagleObjective(UnrolledObjective):
 
 
 class HassObjective(EagleObjective):
-    """Published weights; `passes` steps are aligned with drafting.
+    """EAGLE's objective over several steps, without a gradient between steps, and `LossWeights.top`.
 
-    `top_weight` is that of -sum of p log q over the target's `num_top` most probable tokens.
+    Source: Zhang et al. 2024 (arXiv 2408.15766), sections 3.1 and 3.2.
     """
 
     is_detached: ClassVar[bool] = True
@@ -125,7 +114,9 @@ class HassObjective(EagleObjective):
 
 
 class Eagle3Objective(UnrolledObjective):
-    """Published weights; the gradient flows through all steps, and later steps count less.
+    """The target's distributions over several steps (training-time test), later ones with less weight.
+
+    The gradient flows through all steps. Source: Li et al. 2025 (arXiv 2503.01840), section 3.1.
 
     Over a draft vocabulary, the target's distribution is its part in that vocabulary; positions with a choice
     outside teach nothing. With s_j the sum of pass j's losses over its supervised positions and n_j their number, the
@@ -149,7 +140,8 @@ class Eagle3Objective(UnrolledObjective):
 class SpireObjective(UnrolledObjective):
     """The target's distributions alone; steps and weights are EAGLE-3's, as the paper's are not known.
 
-    A draft without feedback has the same output at a token whichever step it is: one step teaches all of them.
+    A draft without feedback has the same output at a token whichever step it is: one step teaches all of them. Source:
+    Neelam et al. 2025 (arXiv 2504.06419).
     """
 
     head_decay: float = Field(default=0.8, gt=0, le=1)
@@ -163,7 +155,7 @@ class SpireObjective(UnrolledObjective):
 
 
 class FalconObjective(Objective):
-    """Coupled sequential glancing distillation, after glancing training (Qian et al. 2020, 2008.07905).
+    """Coupled sequential glancing distillation (Gao et al. 2024, 2412.12639; Qian et al. 2020, 2008.07905).
 
     A text is read as blocks of K pairs; each of the rows r learns feature r + K and the token after it. Rows are
     predicted once without a gradient. Then a share of the wrong rows, which falls during training, gets the answers
@@ -172,10 +164,6 @@ class FalconObjective(Objective):
     Weights and noise are those of the released code. That code draws the tokens of the cross-entropy from the target,
     where this one takes the text's own, and sharpens a part of the divergence by a temperature of 0.95. Step i is row i
     of the blocks.
-
-    Attributes:
-        glancing: Initial share of the wrong rows that get their answers; falls linearly to 0.
-        glancing_floor: Constant added to that share; the released code has 0.35 and 0.1.
     """
 
     noise_window: ClassVar[int | None] = _NOISE_WINDOW
@@ -184,8 +172,8 @@ class FalconObjective(Objective):
     kl_weight: float = Field(default=0.09, ge=0)
     feature_weight: float = Field(default=1.0, ge=0)
     noise: float = Field(default=0.1, ge=0)
-    glancing: float = Field(default=0.4, ge=0, le=1)
-    glancing_floor: float = Field(default=0.0, ge=0, le=1)
+    glancing: float = Field(default=0.4, ge=0, le=1)  # initial share of wrong rows that get answers; falls to 0
+    glancing_floor: float = Field(default=0.0, ge=0, le=1)  # added to that share; the released code has 0.35 and 0.1
 
     @override
     def steps(self, config: HeadConfig) -> int:
