@@ -119,7 +119,7 @@ class ChatEncoder:
             before = self._render(turns[:place], is_open=True)
             upto = self._render(turns[: place + 1], is_open=False)
             if before is None or upto is None or not (whole.startswith(before) and whole.startswith(upto)):
-                self._warned(DISAGREES, "the template renders a turn differently when others follow it")
+                self._warn(DISAGREES, "the template renders a turn differently when others follow it")
             else:
                 texts += [before, upto]
         return texts if len(texts) > 1 else DISAGREES
@@ -132,14 +132,13 @@ class ChatEncoder:
         try:
             return self._tokenizer.apply_chat_template(messages, **options)
         except Exception as err:  # noqa: BLE001 - templates raise what they like
-            self._warned(REFUSED, one_line(err))
+            self._warn(REFUSED, one_line(err))
             return None
 
-    def _warned(self, reason: str, cause: str) -> str:
+    def _warn(self, reason: str, cause: str) -> None:
         if reason not in self._is_warned:
             self._is_warned.add(reason)
             logging.getLogger(__name__).warning("there are %s; these turns teach nothing: %s", reason, cause)
-        return reason
 
 
 def _encode(tokenizer: Any, texts: list[str], **options: Any) -> list[list[int]]:
@@ -179,8 +178,7 @@ class Encoder:
 
         Plain text is encoded as it is, all of it supervised. A prompt and its completion are encoded as one text;
         tokens that differ from the prompt's own encoding are supervised, that is the completion, with a token across
-        the border.
-        Conversations: see `ChatEncoder`.
+        the border. For conversations see `ChatEncoder`.
         """
         for batch in _batches(records):
             yield from self._encoded(batch)
@@ -286,13 +284,9 @@ class SelfDistiller:
     ) -> None:  # fmt: skip
         """Prepares responses of an `LLM` with a tokenizer; a drafter makes it faster and changes no response.
 
-        Args:
-            max_num_seqs: That of `llm`.
-            supervise_all: Whether prompts count as labels too.
-            on_responses: Hears how many of how many prompts of a call are answered, before its documents are yielded.
-
-        Raises:
-            ConfigError: When prompts and responses do not fit the target.
+        `max_num_seqs` is that of `llm`. With `supervise_all` prompts count as labels too. `on_responses` hears how many
+        of how many prompts of a call are answered, before its documents are yielded. Raises `ConfigError` when prompts
+        and responses do not fit the target.
         """
         self._prompt_limit = llm.target.context_len - settings.max_new_tokens
         if settings.prompt_tokens > self._prompt_limit:
