@@ -94,21 +94,6 @@ def test_what_a_killed_save_left_is_ignored_and_removed(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-00000005", "checkpoint-00000007"]
 
 
-def test_a_save_that_is_killed_before_it_is_on_disk_is_no_checkpoint(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    net, optimizer = made(1)
-    save_state(tmp_path, net, optimizer, Progress(step=5))
-
-    def killed(*args: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("os.fsync", killed)  # all files are written by then
-    with pytest.raises(KeyboardInterrupt):
-        save_state(tmp_path, net, optimizer, Progress(step=6))
-    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-00000005"]
-
-
 def test_moments_lie_under_the_names_of_their_parameters(tmp_path: Path) -> None:
     net, optimizer = made(1)
     step(net, optimizer, 1)
@@ -128,15 +113,6 @@ def test_a_failed_save_leaves_the_last_one(tmp_path: Path) -> None:
     with full_disk(), pytest.raises(ModelError, match=r"cannot be written: .*File too large.*\. Nothing was changed"):
         save_state(tmp_path, net, optimizer, Progress(step=6))
     assert everything(tmp_path) == before
-
-
-@pytest.mark.parametrize("text", ["{}", "[1]", '{"step": "5"}', '{"step": 5, "tokens": "x"}', '{"step": 4}', "\x00"])
-def test_damaged_progress_is_refused(text: str, tmp_path: Path) -> None:
-    net, optimizer = made(1)
-    save_state(tmp_path, net, optimizer, Progress(step=5))
-    (tmp_path / "checkpoint-00000005" / "progress.json").write_text(text)
-    with pytest.raises(ModelError, match=r"checkpoint-00000005' cannot be read: .*Remove it to go on from the one"):
-        load_state(tmp_path / "checkpoint-00000005", net, optimizer)
 
 
 @pytest.mark.parametrize("damage", [b"}\n", b"\xff}\n", b"{}\n", b'{"step": "x"}\n', b"3\n", b'{"step": 1}\n', b"\n"])
@@ -174,9 +150,7 @@ def test_curves_end_on_a_full_disk_in_one_sentence(
     with full_disk(64):
         for step in (1, 2):
             log.write(step, {"loss": 0.5})
-        with pytest.raises(
-            ModelError, match=r"metrics\.jsonl' cannot be written: File too large\..* Make some, and go"
-        ):
+        with pytest.raises(ModelError, match=r"metrics\.jsonl' cannot be written: File too large\..* Make some"):
             log.write(3, {"loss": 0.5})
         log.close()
     assert [record.getMessage() for record in caplog.records] == board_fails * [
@@ -194,10 +168,20 @@ DAMAGES: dict[str, Any] = {
     "cut": lambda at: (at / "state.safetensors").write_bytes((at / "state.safetensors").read_bytes()[:-9]),
     "garbage": lambda at: (at / "state.safetensors").write_bytes(b"\x00" * 500),
     "no tensors": lambda at: (at / "state.safetensors").unlink(),
-    "progress cut": lambda at: (at / "progress.json").write_text('{"step": 5, "tok'),
-    "progress empty": lambda at: (at / "progress.json").write_text(""),
-    "progress of another kind": lambda at: (at / "progress.json").write_text('{"epoch": 1}'),
-    "progress no object": lambda at: (at / "progress.json").write_text("[1]"),
+    **{
+        f"progress {text}": lambda at, text=text: (at / "progress.json").write_text(text)
+        for text in (
+            '{"step": 5, "tok',
+            "",
+            "{}",
+            "[1]",
+            '{"epoch": 1}',
+            '{"step": "5"}',
+            '{"step": 5, "tokens": "x"}',
+            '{"step": 4}',
+            "\x00",
+        )
+    },
     "missing weight": lambda at: rewritten(at, lambda t: t.pop("module.layers.0.weight")),
     "unknown weight": lambda at: rewritten(at, lambda t: t.update({"module.more": torch.ones(1)})),
     "other shape": lambda at: rewritten(at, lambda t: t.update({"module.layers.0.weight": torch.ones(2, 3)})),
@@ -212,10 +196,8 @@ def test_damage_is_one_sentence(tmp_path: Path, damage: str) -> None:
     save_state(tmp_path, net, optimizer, Progress(step=5))
     (checkpoint,) = saved_states(tmp_path)
     DAMAGES[damage](checkpoint)
-    with pytest.raises(ModelError) as caught:
+    with pytest.raises(ModelError, match=r"checkpoint-00000005' cannot be read: .*Remove it to go on from") as caught:
         load_state(checkpoint, *made(2))
-    assert str(checkpoint) in str(caught.value)
-    assert "Remove it" in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
@@ -244,14 +226,14 @@ OTHERS: dict[str, tuple[dict[str, Any], str]] = {
 @pytest.mark.parametrize("name", OTHERS)
 def test_other_settings_are_refused_by_name(tmp_path: Path, name: str) -> None:
     training_runs.trained(tmp_path, schedule={"num_steps": 2})
-    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    before = everything(tmp_path)
     changes, key = OTHERS[name]
     changes = {**changes, "schedule": {"num_steps": 2, **changes.get("schedule", {})}}
     with pytest.raises(ConfigError, match=r"holds a run with other settings; they differ in .*\b" + key) as caught:
         training_runs.trained(tmp_path, **changes)
     if name != "method":
         assert str(caught.value).split("differ in ")[1].startswith(f"{key}. Expected")
-    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+    assert everything(tmp_path) == before
 
 
 def test_another_head_to_begin_from_is_refused(tmp_path: Path) -> None:
@@ -273,24 +255,6 @@ def test_half_written_settings_are_one_sentence(tmp_path: Path) -> None:
         (tmp_path / "settings.json").write_text(text)
         with pytest.raises((ConfigError, ModelError), match=r"settings\.json"):
             training_runs.trained(tmp_path, schedule={"num_steps": 2})
-
-
-def test_settings_appear_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A run that is killed while it writes its settings can be begun again."""
-    replace = Path.replace
-
-    def killed(self: Path, target: Path) -> Path:
-        if Path(target).name == "settings.json":
-            raise KeyboardInterrupt
-        return replace(self, target)
-
-    monkeypatch.setattr(Path, "replace", killed)
-    with pytest.raises(KeyboardInterrupt):
-        training_runs.trained(tmp_path, schedule={"num_steps": 2})
-    assert not (tmp_path / "settings.json").exists()
-    monkeypatch.undo()
-    training_runs.trained(tmp_path, schedule={"num_steps": 2})
-    assert json.loads((tmp_path / "settings.json").read_text())["method"] == "medusa"
 
 
 def test_lines_of_steps_that_are_done_again_go_away(tmp_path: Path) -> None:

@@ -64,6 +64,13 @@ def faults(checks: list[Check]) -> dict[str, str]:
     return {check.name: check.message for check in checks if check.verdict in ("fault", "warning")}
 
 
+def sole_fault(checks: list[Check], name: str) -> str:
+    """The message of the only check with a fault or a warning."""
+    found = faults(checks)
+    assert found.keys() == {name}
+    return found[name]
+
+
 def examined(checkpoint: HeadCheckpoint, directory: Path, **more: Any) -> list[Check]:
     """All checks, with the texts that the target wrote for the first of these tests."""
     native.write_checkpoint(checkpoint, directory)
@@ -100,30 +107,21 @@ def test_a_trained_head_passes_all(method: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("reading", "sentence"),
+    ("method", "reading", "steps", "sentence"),
     [
-        (PRE_NORM, "was trained on pre-norm features"),
-        pytest.param(NORMED_TWICE, "went through the final norm twice", marks=pytest.mark.slow),
+        ("medusa", PRE_NORM, 300, "was trained on pre-norm features"),
+        pytest.param("medusa", NORMED_TWICE, 300, "went through the final norm twice", marks=pytest.mark.slow),
+        ("hydra", EARLIER, None, "features one position off: it wants the feature of the position before"),
+        pytest.param(
+            "hydra", LATER, None, "features one position off: it wants the feature of the position after",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param("eagle3", EARLIER, None, "wants the feature of the position before", marks=pytest.mark.slow),
     ],
-)
-def test_another_place_of_the_feature(reading: str, sentence: str, tmp_path: Path) -> None:
-    found = faults(examined(trained(feature=lambda readings: readings[reading], steps=300), tmp_path))
-    assert found.keys() == {"feature"}
-    assert sentence in found["feature"]
-
-
-@pytest.mark.parametrize(
-    ("reading", "sentence"),
-    [
-        (EARLIER, "wants the feature of the position before"),
-        pytest.param(LATER, "wants the feature of the position after", marks=pytest.mark.slow),
-    ],
-)
-def test_a_feature_of_another_position(reading: str, sentence: str, tmp_path: Path) -> None:
-    found = faults(examined(trained("hydra", feature=lambda readings: readings[reading]), tmp_path))
-    assert found.keys() == {"feature"}
-    assert "features one position off" in found["feature"]
-    assert sentence in found["feature"]
+)  # fmt: skip
+def test_another_feature(method: str, reading: str, steps: int | None, sentence: str, tmp_path: Path) -> None:
+    head = trained(method, feature=lambda readings: readings[reading], steps=steps)
+    assert sentence in sole_fault(examined(head, tmp_path), "feature")
 
 
 @pytest.mark.parametrize("by", [-1, 1])
@@ -131,24 +129,16 @@ def test_taps_one_block_off(by: int, tmp_path: Path) -> None:
     """The head was trained on taps 1 and 2; its configuration names others, as after a conversion by another count."""
     taps, head = [1, 2], good("eagle3")
     wrong = head.config.model_copy(update={"boundaries": tuple(tap - by for tap in taps)})
-    found = faults(examined(replace(head, config=wrong), tmp_path))
-    assert found.keys() == {"feature"}
-    assert f"the taps are those of the block {'before' if by < 0 else 'after'}" in found["feature"].lower()
-    assert f"was trained on 1, 2, and its configuration says {1 - by}, {2 - by}" in found["feature"]
-
-
-@pytest.mark.slow
-def test_a_feature_of_another_position_of_taps(tmp_path: Path) -> None:
-    found = faults(examined(trained("eagle3", feature=lambda readings: readings[EARLIER]), tmp_path))
-    assert found.keys() == {"feature"}
-    assert "wants the feature of the position before" in found["feature"]
+    found = sole_fault(examined(replace(head, config=wrong), tmp_path), "feature")
+    assert f"the taps are those of the block {'before' if by < 0 else 'after'}" in found.lower()
+    assert f"was trained on 1, 2, and its configuration says {1 - by}, {2 - by}" in found
 
 
 def test_taps_that_do_not_exist(tmp_path: Path) -> None:
     deep = good("eagle3").config.model_copy(update={"boundaries": (1, 9)})
-    found = faults(examined(replace(good("eagle3"), config=deep), tmp_path))
-    assert found.keys() == {"taps served"}
-    assert "tap 9 does not exist: the target has 3 blocks" in found["taps served"]
+    assert "tap 9 does not exist: the target has 3 blocks" in sole_fault(
+        examined(replace(good("eagle3"), config=deep), tmp_path), "taps served"
+    )
 
 
 def test_taps_that_are_served_from_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -160,18 +150,14 @@ def test_taps_that_are_served_from_elsewhere(tmp_path: Path, monkeypatch: pytest
 
     monkeypatch.setattr(Runner, "prefill", swapped)
     case = Examination(method="eagle3", prompts=PROMPTS, max_tokens=MAX_TOKENS, runner="generic")
-    found = faults(examine(target(), tokenizer(), case))
-    assert found.keys() == {"taps served"}
-    assert "from another place than training does" in found["taps served"]
+    assert "from another place than training does" in sole_fault(examine(target(), tokenizer(), case), "taps served")
 
 
 def test_the_feature_that_tells_the_label_is_no_mistake_of_training() -> None:
     """The feature of the position after holds the first step's label: a head that repeats it is right more often."""
     good, later = table([0.6, 0.1, 0.1, 0.1]), {LATER: [[0.9, 0.1, 0.1, 0.1]]}
     both = replace(good, table={**good.table, **later}, next_token={**good.next_token, LATER: [0.9]}, reads_tokens=True)
-    found = faults(check_agreement(both))
-    assert found.keys() == {"feature"}
-    assert "wants the feature of the position after" in found["feature"]
+    assert "wants the feature of the position after" in sole_fault(check_agreement(both), "feature")
     fed = replace(both, is_autoregressive=True)
     assert faults(check_agreement(fed)) == {}
     trained_on_it = replace(
@@ -179,9 +165,9 @@ def test_the_feature_that_tells_the_label_is_no_mistake_of_training() -> None:
         table={**fed.table, IN_PLACE: [[0.2, 0.7, 0.1, 0.1]]},
         next_token={**fed.next_token, IN_PLACE: [0.7]},
     )
-    found = faults(check_agreement(trained_on_it))
-    assert found.keys() == {"knowledge"}
-    assert "the target's own next token, which fresh heads predict" in found["knowledge"]
+    assert "the target's own next token, which fresh heads predict" in sole_fault(
+        check_agreement(trained_on_it), "knowledge"
+    )
 
 
 @pytest.mark.parametrize(
@@ -193,10 +179,9 @@ def test_the_feature_that_tells_the_label_is_no_mistake_of_training() -> None:
     ],
 )
 def test_shifted_labels(late: int, sentence: str, by: str, tmp_path: Path) -> None:
-    found = faults(examined(trained(late=late), tmp_path))
-    assert found.keys() == {"labels"}
-    assert sentence in found["labels"]
-    assert f"labels are shifted by {by} than they should be" in found["labels"]
+    found = sole_fault(examined(trained(late=late), tmp_path), "labels")
+    assert sentence in found
+    assert f"labels are shifted by {by} than they should be" in found
 
 
 @pytest.mark.parametrize(
@@ -210,9 +195,7 @@ def test_shifted_labels(late: int, sentence: str, by: str, tmp_path: Path) -> No
 def test_few_steps_are_no_wrong_labels(method: str, steps: int, tmp_path: Path) -> None:
     """An undertrained head still says the token that its feature was made for, which is its neighbour's label."""
     checks = examined(trained(method, steps=steps), tmp_path)
-    found = faults(checks)
-    assert found.keys() == {"knowledge"}
-    assert found["knowledge"].startswith("Undertrained")
+    assert sole_fault(checks, "knowledge").startswith("Undertrained")
     verdicts = {check.name: check.verdict for check in checks}
     assert verdicts["labels"] != "fault"
     assert verdicts["feature"] != "fault"
@@ -230,16 +213,14 @@ def test_heads_in_another_order(tmp_path: Path) -> None:
         for key in weights:
             weights[key] = weights[key][[1, 0, 2]].contiguous()
 
-    found = faults(examined(with_weights(swap), tmp_path))
-    assert found.keys() == {"labels"}
-    assert "head 0 looks like head 1; head 1 looks like head 0: the heads are in another order" in found["labels"]
+    assert "head 0 looks like head 1; head 1 looks like head 0: the heads are in another order" in sole_fault(
+        examined(with_weights(swap), tmp_path), "labels"
+    )
 
 
 def test_the_head_of_another_target(tmp_path: Path) -> None:
     checks = examined(trained(seed=1, steps=5), tmp_path)
-    found = faults(checks)
-    assert found.keys() == {"head fits"}
-    assert "trained for another target (tiny-1): it has weights" in found["head fits"]
+    assert "trained for another target (tiny-1): it has weights" in sole_fault(checks, "head fits")
     assert "skipped" in {check.verdict for check in checks if check.name == "feature"}
     allowed = examined(trained(seed=1, steps=60), tmp_path, allow_other_target=True)
     assert {check.name: check.verdict for check in allowed}["head fits"] == "warning"
@@ -253,9 +234,9 @@ def test_a_random_head(tmp_path: Path) -> None:
         for value in weights.values():
             value.copy_(torch.randn(value.shape, generator=generator) * value.std())
 
-    found = faults(examined(with_weights(scramble), tmp_path))
-    assert found.keys() == {"knowledge"}
-    assert "heads predict the same whatever the text" in found["knowledge"]
+    assert "heads predict the same whatever the text" in sole_fault(
+        examined(with_weights(scramble), tmp_path), "knowledge"
+    )
 
 
 @pytest.mark.parametrize("method", methods("eagle3", "medusa"))
@@ -263,9 +244,9 @@ def test_an_untrained_head(method: str, tmp_path: Path) -> None:
     parts = target_parts(target(), dtype=torch.float32)
     head = fresh_head(head_config(method, target(), SIZES[method]), parts, seed=0)
     checkpoint = HeadCheckpoint.of_head(head, target=TargetFingerprint.of(target()))
-    found = faults(examined(checkpoint, tmp_path))
-    assert found.keys() == {"head trained"}
-    assert "the head still has the weights that training starts from: it was never trained" in found["head trained"]
+    assert "the head still has the weights that training starts from: it was never trained" in sole_fault(
+        examined(checkpoint, tmp_path), "head trained"
+    )
 
 
 def test_nearly_untrained_heads_say_the_next_token(tmp_path: Path) -> None:
@@ -275,18 +256,17 @@ def test_nearly_untrained_heads_say_the_next_token(tmp_path: Path) -> None:
         for parameter in head.parameters():
             parameter.add_(1e-6)
     checkpoint = HeadCheckpoint.of_head(head, target=TargetFingerprint.of(target()))
-    found = faults(examined(checkpoint, tmp_path))
-    assert found.keys() == {"knowledge"}
-    assert "the target's own next token, which fresh heads predict, is still predicted more often" in found["knowledge"]
-    assert "If it was trained long, its labels were not shifted at all" in found["knowledge"]
+    found = sole_fault(examined(checkpoint, tmp_path), "knowledge")
+    assert "the target's own next token, which fresh heads predict, is still predicted more often" in found
+    assert "If it was trained long, its labels were not shifted at all" in found
 
 
 def test_one_untrained_head(tmp_path: Path) -> None:
     parts = target_parts(target(), dtype=torch.float32)
     fresh = fresh_head(good().config, parts, seed=0).state_dict()
-    found = faults(examined(with_weights(lambda w: [w[key][1].copy_(fresh[key][1]) for key in w]), tmp_path))
-    assert found.keys() == {"head trained"}
-    assert "head 1 still has the weights that training starts from" in found["head trained"]
+    assert "head 1 still has the weights that training starts from" in sole_fault(
+        examined(with_weights(lambda w: [w[key][1].copy_(fresh[key][1]) for key in w]), tmp_path), "head trained"
+    )
 
 
 @pytest.mark.parametrize(
@@ -297,16 +277,12 @@ def test_one_untrained_head(tmp_path: Path) -> None:
     ],
 )
 def test_spoilt_values(change: Callable[[dict[str, Tensor]], object], sentence: str, tmp_path: Path) -> None:
-    found = faults(examined(with_weights(change), tmp_path))
-    assert found.keys() == {"head values"}
-    assert sentence in found["head values"]
+    assert sentence in sole_fault(examined(with_weights(change), tmp_path), "head values")
 
 
 def test_not_finite(tmp_path: Path) -> None:
     spoilt = with_weights(lambda weights: weights["lm_head"][0, 0, :1].fill_(torch.nan))
-    found = faults(examined(spoilt, tmp_path))
-    assert found.keys() == {"head loads"}
-    assert "not finite: lm_head" in found["head loads"]
+    assert "not finite: lm_head" in sole_fault(examined(spoilt, tmp_path), "head loads")
     in_memory = check_values(spoilt, set())
     assert in_memory.verdict == "fault"
     assert "lm_head[0] holds numbers that are not finite" in in_memory.message
@@ -334,9 +310,7 @@ def test_drafting_from_the_wrong_position(tmp_path: Path, monkeypatch: pytest.Mo
         learn(self, replace(committed, features=committed.features.roll(1, dims=0)))
 
     monkeypatch.setattr(LastFeatures, "learn", one_early)
-    found = faults(examined(good(), tmp_path))
-    assert found.keys() == {"drafting"}
-    assert "Drafting does not do what training did" in found["drafting"]
+    assert "Drafting does not do what training did" in sole_fault(examined(good(), tmp_path), "drafting")
 
 
 def test_weights_that_int8_copies_lose(tmp_path: Path) -> None:
@@ -344,9 +318,9 @@ def test_weights_that_int8_copies_lose(tmp_path: Path) -> None:
     weights = {key: value.clone() for key, value in good("eagle").weights.items()}
     weights["layer.up_proj.weight"][0] /= 500
     weights["layer.down_proj.weight"][:, 0] *= 500
-    found = faults(examined(replace(good("eagle"), weights=weights), tmp_path))
-    assert found.keys() == {"rounding"}
-    assert "Chains of int8 copies bring" in found["rounding"]
+    assert "Chains of int8 copies bring" in sole_fault(
+        examined(replace(good("eagle"), weights=weights), tmp_path), "rounding"
+    )
 
 
 def test_a_drafter_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -366,9 +340,9 @@ def test_serving_reads_another_feature(tmp_path: Path, monkeypatch: pytest.Monke
 
     monkeypatch.setattr(Runner, "prefill", shifted)
     case = Examination(method="medusa", prompts=PROMPTS, max_tokens=MAX_TOKENS, runner="generic")
-    found = faults(examine(target(), tokenizer(), case))
-    assert found.keys() == {"target served"}
-    assert "trained on one thing and served another" in found["target served"]
+    assert "trained on one thing and served another" in sole_fault(
+        examine(target(), tokenizer(), case), "target served"
+    )
 
 
 def test_a_teacher_with_the_wrong_feature(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -402,9 +376,7 @@ def test_data_without_labels() -> None:
             return torch.ones(batch_size, length, dtype=torch.int64), torch.zeros(batch_size, length, dtype=torch.bool)
 
     checks = examine_training(target(), head_config("medusa", target(), {}), texts(), data=NoLabels())
-    found = faults(checks)
-    assert found.keys() == {"learning"}
-    assert "no batch had a label" in found["learning"]
+    assert "no batch had a label" in sole_fault(checks, "learning")
 
 
 def table(*rows: list[float], frequent: float = 0.1, own_next: float = 0.3) -> Agreement:
@@ -422,9 +394,7 @@ def table(*rows: list[float], frequent: float = 0.1, own_next: float = 0.3) -> A
 
 def test_agreement_that_rises_with_depth() -> None:
     rising = table([0.4, 0.2, 0.2, 0.2], [0.6, 0.2, 0.2, 0.2], [0.5, 0.2, 0.2, 0.2])
-    found = faults(check_agreement(rising))
-    assert found.keys() == {"depth"}
-    assert "head 1 is right more often than head 0" in found["depth"]
+    assert "head 1 is right more often than head 0" in sole_fault(check_agreement(rising), "depth")
     assert faults(check_agreement(replace(rising, reads_tokens=True))) == {}
 
 
