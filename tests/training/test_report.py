@@ -1,16 +1,24 @@
-"""What is measured of a head at the end of its training, and what its card says."""
+"""What is measured of a head at the end of its training, and what its card says; it appears whole or not at all."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+import training_runs
+from disks import everything
+from limits import full_disk
+from tiny_models import tiny_model
 from trained_heads import PROMPTS, target, tokenizer, trained
 
 from foretoken.bench.workload import Workload
+from foretoken.core.errors import ConfigError
 from foretoken.formats.registry import read_head
-from foretoken.training.report import held_out_seconds, saved_head
+from foretoken.models.loading import wrap_model
+from foretoken.training.report import held_out_seconds, save_target, saved_head
 
 NOTES = {
     "steps": 5, "tokens": 100, "seconds": 1.0, "command": "$ foretoken train",
@@ -72,3 +80,32 @@ def test_the_time_that_measuring_takes_is_expected() -> None:
     assert 0.0 < expected(1) < expected(4) < expected(8)  # four are decoded at once
     assert expected(8) == pytest.approx(2 * expected(4)) == pytest.approx(expected(4, max_tokens=24))
     assert expected(4) / 2 < expected(4, tau=2.0) < expected(4)  # the target's own texts take what they take
+
+
+def save_head_to(out: Path, work: Path) -> None:
+    head = training_runs.trained(work / "run", schedule={"num_steps": 2})
+    with full_disk(256) if out.name == "full" else full_disk(1 << 20):
+        saved_head(head, out, target=training_runs.target(), tokenizer=None, dtype="auto", workload=None)
+
+
+def save_target_to(out: Path, work: Path) -> None:
+    module: Any = tiny_model("llama", **training_runs.TINY)
+    module.save_pretrained(work / "old")
+    with full_disk(256) if out.name == "full" else full_disk(1 << 20):
+        save_target(wrap_model(module, name="tiny"), out, tokenizer=tokenizer(), like=str(work / "old"))
+
+
+@pytest.mark.parametrize("save", [save_head_to, save_target_to])
+def test_a_full_disk_after_the_work_is_one_sentence(save: Callable[[Path, Path], None], tmp_path: Path) -> None:
+    """The run is still there, so that its last command can be run again."""
+    with pytest.raises(
+        ConfigError, match=r"/full' cannot be written: .*File too large.*\. Nothing was changed there\. "
+    ):
+        save(tmp_path / "deep" / "full", tmp_path / "work")
+    assert [path.name for path in tmp_path.iterdir()] == ["work"]
+    save(tmp_path / "deep" / "fits", tmp_path / "work")
+    assert [path.name for path in (tmp_path / "deep").iterdir()] == ["fits"]
+    before = everything(tmp_path / "deep")
+    with pytest.raises(ConfigError, match="/fits' cannot be written: Directory not empty"):
+        save(tmp_path / "deep" / "fits", tmp_path / "work")
+    assert everything(tmp_path / "deep") == before
