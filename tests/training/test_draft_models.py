@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import draft_model_runs
 import pytest
 import torch
 import trained_heads
@@ -150,14 +149,14 @@ FORMULAS = {
 @pytest.mark.parametrize("name", FORMULAS)
 def test_gradients_are_those_of_the_formula(name: str) -> None:
     """Over the labels of a batch, micro-batch by micro-batch; against autograd through whole models in float64."""
-    target, student = training_runs.target(), draft_model_runs.student()
+    target, student = training_runs.target(), training_runs.student()
     weights = {"kl_weight": 0.0, name: 1.0, "jsd_beta": 0.3}
     config = train_config({"batch_size": 4, "micro_batch_size": 3, "length": 16, "clip_norm": 1e9})
     trainer = ModelTrainer(student, target, Distillation(**weights), config, training_runs.batches())
     tokens, supervised = training_runs.batches().batch(0, batch_size=4, length=16, seed=0)
     assert not supervised.all()
     sums = trainer._gradients(0, tokens, supervised, trainer._counts(supervised))
-    exact = [in_float64(model.module) for model in (training_runs.target(), draft_model_runs.student())]
+    exact = [in_float64(model.module) for model in (training_runs.target(), training_runs.student())]
     is_label = supervised[:, 1:]
     p = log_softmax(run_plain(exact[0], tokens).logits, -1).exp()[:, :-1][is_label].clone()
     q = exact[1].train()(tokens).logits.softmax(-1)[:, :-1][is_label]
@@ -179,7 +178,7 @@ def in_float64(module: Any) -> Any:
 
 
 def test_sharp_targets_are_distributions_at_their_temperature() -> None:
-    target, student = training_runs.target(), draft_model_runs.student()
+    target, student = training_runs.target(), training_runs.student()
     config = train_config({"batch_size": 4, "length": 16})
     tokens, supervised = windows()
     trainer = ModelTrainer(student, target, Distillation(target_temperature=0.5), config, training_runs.batches())
@@ -191,7 +190,7 @@ def test_sharp_targets_are_distributions_at_their_temperature() -> None:
 
 def test_windows_are_read_at_shifted_positions() -> None:
     """The first tokens keep their positions, later ones see them across the jump; the target reads the text itself."""
-    target, student = training_runs.target(), draft_model_runs.student()
+    target, student = training_runs.target(), training_runs.student()
     config = train_config({"batch_size": 4, "length": 16, "max_offset": 60, "seed": 2})
     tokens, supervised = windows()
     trainer = ModelTrainer(student, target, Distillation(), config, training_runs.batches())
@@ -226,7 +225,7 @@ def until_eos(tokens: Sequence[int]) -> list[int]:
 
 
 def test_text_is_what_the_draft_model_writes_with_its_present_weights() -> None:
-    student = draft_model_runs.student()
+    student = training_runs.student()
     writer = DraftWriter(student, dtype=torch.float32, length=16, at_once=4)
     prompts, _ = windows()
     texts = []
@@ -246,7 +245,7 @@ def test_text_is_what_the_draft_model_writes_with_its_present_weights() -> None:
 
 def test_drawn_text_depends_on_its_seed_alone() -> None:
     """Not on the batch; and it is the text that the engine draws with this seed."""
-    student = draft_model_runs.student()
+    student = training_runs.student()
     few, many = (DraftWriter(student, dtype=torch.float32, length=16, at_once=count) for count in (3, 4))
     one, again, other = written(few)[0], written(many)[0], written(few, seed=1)[0]
     assert torch.equal(one, again)
@@ -301,7 +300,7 @@ def test_shares_of_batches(on_policy: float, teacher: float) -> None:
 
 def test_batches_are_of_their_authors() -> None:
     """Text of the draft model and of the target, and the data; the same until the block ends."""
-    student, target = draft_model_runs.student(), training_runs.target()
+    student, target = training_runs.student(), training_runs.target()
     objective = Distillation(on_policy=0.4, teacher=0.3, temperature=0.0, refresh_steps=8)
     data = training_runs.batches(is_partial=False)
     text = MixedText(
@@ -355,7 +354,7 @@ def test_vocabularies_of_other_padding(vocab_size: int) -> None:
 
 
 def test_acceptance_rates_of_a_draft_model() -> None:
-    target, student = training_runs.target(), draft_model_runs.student()
+    target, student = training_runs.target(), training_runs.student()
     tokens, supervised = windows(6, 32)
     evaluation = EvaluationConfig(every=1, tokens=tokens, supervised=supervised)
     found = model_evaluator(evaluation, student, target, precision=torch.float32)()
@@ -404,8 +403,8 @@ def test_a_run_that_is_stopped_after_every_step_ends_with_the_same_bits(
         raise StopError
 
     def run(name: str, on_step: Any = None) -> LoadedModel:
-        student = draft_model_runs.student()
-        settings = draft_model_runs.settings(tmp_path / name, save_every_s=-1.0, **weights)
+        student = training_runs.student()
+        settings = training_runs.model_settings(tmp_path / name, save_every_s=-1.0, **weights)
         train_model(training_runs.target(), student, training_runs.batches(), settings, on_step=on_step)
         return student
 
@@ -416,46 +415,39 @@ def test_a_run_that_is_stopped_after_every_step_ends_with_the_same_bits(
         with pytest.raises(StopError):
             run("parts", lambda report, taken=taken: next(taken)(report))
     training_runs.same_weights(
-        draft_model_runs.weights_of(run("parts")), draft_model_runs.weights_of(whole)
+        training_runs.weights_of(run("parts")), training_runs.weights_of(whole)
     )  # fmt: skip
-    start = draft_model_runs.weights_of(draft_model_runs.student())
+    start = training_runs.weights_of(training_runs.student())
     assert not torch.equal(whole.module.state_dict()["lm_head.weight"], start["lm_head.weight"])
 
 
 @pytest.mark.slow
 def test_a_killed_run_goes_on_to_the_same_bits(tmp_path: Path) -> None:
     changes = {"num_steps": 24, "on_policy": 0.6, "teacher": 0.2}
-    assert ended(start(tmp_path / "whole", tmp_path / "whole.safetensors", **changes)) == 0
+    assert training_runs.exit_code(start(tmp_path / "whole", tmp_path / "whole.safetensors", **changes)) == 0
     process = start(tmp_path / "run", tmp_path / "weights", pause_s=0.01, **changes)
     training_runs.wait_for(tmp_path / "run", 6)
     time.sleep(random.Random(3).uniform(0, 0.1))  # anywhere in a step, a save or a text
     process.kill()
-    assert ended(process) == -signal.SIGKILL
+    assert training_runs.exit_code(process) == -signal.SIGKILL
     assert saved_states(tmp_path / "run")
-    assert ended(start(tmp_path / "run", tmp_path / "weights", **changes)) == 0
+    assert training_runs.exit_code(start(tmp_path / "run", tmp_path / "weights", **changes)) == 0
     training_runs.same_weights(load_file(tmp_path / "weights"), load_file(tmp_path / "whole.safetensors"))
 
 
 def start(run: Path, weights: Path, *, pause_s: float = 0.0, **changes: Any) -> Any:
     """Begins or goes on with a run in a process of its own."""
-    return forked(draft_model_runs.child, str(run), str(weights), pause_s, save_every_s=0.0, **changes)
-
-
-def ended(process: Any) -> int | None:
-    """Waits for a process; negative for a signal that ended it."""
-    process.join()
-    exit_code: int | None = process.exitcode
-    return exit_code
+    return forked(training_runs.model_child, str(run), str(weights), pause_s, save_every_s=0.0, **changes)
 
 
 def test_another_beginning_is_another_run(tmp_path: Path) -> None:
     target, data = training_runs.target(), training_runs.batches()
-    settings = draft_model_runs.settings(tmp_path, num_steps=1)
-    train_model(target, draft_model_runs.student(), data, settings)
+    settings = training_runs.model_settings(tmp_path, num_steps=1)
+    train_model(target, training_runs.student(), data, settings)
     for changes in ({"num_steps": 1, "on_policy": 0.5}, {"num_steps": 2}):
-        other = draft_model_runs.settings(tmp_path, **changes)
+        other = training_runs.model_settings(tmp_path, **changes)
         with pytest.raises(ConfigError, match="holds a run with other settings; they differ in"):
-            train_model(target, draft_model_runs.student(), data, other)
+            train_model(target, training_runs.student(), data, other)
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import draft_model_runs
 import numpy as np
 import pytest
 import torch
@@ -27,7 +26,7 @@ MODEL, DRAFT = "models/tinycode", "models/tinycode-draft"
 
 
 def test_acceptance_rates_behind_given_text() -> None:
-    target, student = training_runs.target(), draft_model_runs.student()
+    target, student = training_runs.target(), training_runs.student()
     tokens = torch.randint(3, VOCAB_SIZE, (3, 16), generator=torch.Generator().manual_seed(5))
     is_label = torch.zeros_like(tokens, dtype=torch.bool)
     is_label[:, 7:] = True
@@ -171,7 +170,7 @@ def test_what_drafts_better_is_published_and_the_next_process_begins_with_it(
     with torch.no_grad():
         for weight in training.student.module.parameters():
             weight.add_(0.03 * torch.randn(weight.shape, generator=generator))
-    before = draft_model_runs.weights_of(training.student)
+    before = training_runs.weights_of(training.student)
     rounds = [training.round() for _ in range(3)]
     for one in rounds:
         assert one is not None
@@ -181,12 +180,12 @@ def test_what_drafts_better_is_published_and_the_next_process_begins_with_it(
     drafts = [place.name for place in online.numbered(tmp_path / online.DRAFTS)]
     assert drafts == ["00000002", "00000003"], "the first one has left"
     assert not (tmp_path / online.RUN).exists()
-    now = draft_model_runs.weights_of(training.student)
+    now = training_runs.weights_of(training.student)
     assert any(not torch.equal(now[name], weight) for name, weight in before.items())
     again = online.OnlineTraining.of_files(MODEL, DRAFT, tmp_path, dtype="float32", pause=lambda _: None)
     published = load_model(str(tmp_path / online.DRAFTS / "00000003"), dtype="float32")
     for student in (again.student, published):
-        for name, weight in draft_model_runs.weights_of(student).items():
+        for name, weight in training_runs.weights_of(student).items():
             assert torch.equal(weight, now[name]), name
 
 
@@ -194,13 +193,13 @@ def test_what_drafts_worse_is_undone(
     training: online.OnlineTraining, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(online, "_RATE", 0.5)
-    before = draft_model_runs.weights_of(training.student)
+    before = training_runs.weights_of(training.student)
     result = training.round()
     assert result is not None
     assert result.draft is None
     assert sum(result.alpha_after) <= sum(result.alpha_before)
     assert online.numbered(tmp_path / online.DRAFTS) == []
-    for name, weight in draft_model_runs.weights_of(training.student).items():
+    for name, weight in training_runs.weights_of(training.student).items():
         assert torch.equal(weight, before[name]), name
 
 

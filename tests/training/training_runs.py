@@ -6,7 +6,9 @@ import json
 import os
 import sys
 import time
+from collections.abc import Callable
 from functools import cache
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +21,11 @@ from torch import Tensor
 
 from foretoken.formats.checkpoint import HeadCheckpoint
 from foretoken.models.loading import wrap_model
+from foretoken.models.smaller import pruned_model
 from foretoken.training.data.packed import PackedTokens
+from foretoken.training.draft_model import Distillation
 from foretoken.training.objectives import head_config, objective_config
-from foretoken.training.run import HeadSettings, Interrupted, train_head
+from foretoken.training.run import HeadSettings, Interrupted, ModelSettings, train_head, train_model
 from foretoken.training.trainer import train_config
 
 TINY = {"num_hidden_layers": 2, "hidden_size": 16, "intermediate_size": 24}
@@ -66,6 +70,32 @@ def trained(directory: Path, method: str = "medusa", *, text: Any = None, **chan
     return train_head(target(), batches() if text is None else text, settings(directory, method, **changes))
 
 
+def student() -> LoadedModel:
+    """A draft model: the first of two layers of the tiny target."""
+    return pruned_model(target(), [0])
+
+
+def model_settings(
+    directory: Path, *, save_every_s: float = 120.0, num_steps: int = 11, **weights: Any
+) -> ModelSettings:
+    """A short run of the draft model; weights: of the objective."""
+    return ModelSettings(
+        objective=Distillation(**{"refresh_steps": 4, **weights}),
+        train=train_config({
+            "schedule": {"peak": 1e-2, "num_steps": num_steps, "warmup_steps": 2}, "batch_size": 4, "length": 16,
+        }),
+        data="text",
+        directory=directory,
+        save_every_s=save_every_s,
+        origin={"target_layers": [0]},
+    )  # fmt: skip
+
+
+def weights_of(model: LoadedModel) -> dict[str, Tensor]:
+    """Copies of all weights."""
+    return {key: value.detach().clone() for key, value in model.module.state_dict().items()}
+
+
 def metrics(directory: Path) -> list[dict[str, Any]]:
     """The lines of a run's curves."""
     return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
@@ -90,19 +120,38 @@ def same_weights(one: Any, two: Any, *, atol: float = 0.0) -> None:
         torch.testing.assert_close(value, two[key], rtol=0, atol=atol, msg=lambda text, key=key: f"{key}: {text}")
 
 
-def child(directory: str, weights: str, method: str, pause_s: float, **changes: Any) -> None:
-    """Runs or goes on with a run and writes the head's weights into a file; exits as the command line does."""
+def head_child(directory: str, weights: str, method: str, pause_s: float, **changes: Any) -> None:
+    """Runs or goes on with a run of a head in a process of its own, see `_ended`."""
+    run = settings(Path(directory), method, **changes)
+    _ended(lambda on_step: train_head(target(), batches(), run, on_step=on_step).weights, weights, pause_s)
+
+
+def model_child(directory: str, weights: str, pause_s: float, **changes: Any) -> None:
+    """Runs or goes on with a run of a draft model in a process of its own, see `_ended`."""
+    model, run = student(), model_settings(Path(directory), **changes)
+
+    def trained(on_step: Callable[[object], None]) -> dict[str, Tensor]:
+        train_model(target(), model, batches(), run, on_step=on_step)
+        return weights_of(model)
+
+    _ended(trained, weights, pause_s)
+
+
+def _ended(run: Callable[[Callable[[object], None]], Any], weights: str, pause_s: float) -> None:
+    """Writes the weights that a run ends with into a file; exits as the command line does."""
     torch.set_num_threads(1)
     os.environ.pop("WORLD_SIZE", None)
-
-    def pause(report: object) -> None:
-        time.sleep(pause_s)
-
     try:
-        head = train_head(target(), batches(), settings(Path(directory), method, **changes), on_step=pause)
+        made = run(lambda _: time.sleep(pause_s))
     except Interrupted as err:
         sys.exit(128 + err.number)
-    save_file({key: value.clone() for key, value in head.weights.items()}, weights)
+    save_file({key: value.clone() for key, value in made.items()}, weights)
+
+
+def exit_code(process: BaseProcess) -> int | None:
+    """Waits for a process; negative for a signal that ended it."""
+    process.join()
+    return process.exitcode
 
 
 def no_grad_features(tokens: Tensor, width: int = 16, seed: int = 0) -> Tensor:
