@@ -15,7 +15,7 @@ from training_runs import batches, metrics, settings, target
 from foretoken.core.errors import ConfigError
 from foretoken.models.parts import target_parts
 from foretoken.training.evaluation import EvaluationConfig, tuned_tree
-from foretoken.training.run import Interrupted, train_head
+from foretoken.training.run import train_head
 from foretoken.training.teacher import Teacher
 from foretoken.trees.choices import TreeShape
 
@@ -59,13 +59,8 @@ def test_weights_are_those_of_a_run_without(tmp_path: Path, method: str) -> None
 def test_an_interrupted_run_has_the_same_curve(tmp_path: Path) -> None:
     train_head(target(), batches(), run_settings(tmp_path / "whole", "hydra", evaluation=evaluation()))
     parts = run_settings(tmp_path / "parts", "hydra", evaluation=evaluation(), save_every_s=-1.0)
-
-    def stop(report: Any) -> None:
-        if report.step == 3:
-            raise Interrupted(15, parts.directory)
-
-    with pytest.raises(Interrupted):
-        train_head(target(), batches(), parts, on_step=stop)
+    with pytest.raises(training_runs.StopError):
+        train_head(target(), batches(), parts, on_step=training_runs.stop_after(3))
     train_head(target(), batches(), parts)
     curves = [
         [(line["step"], line.get("held_out_tau")) for line in metrics(tmp_path / name)] for name in ("whole", "parts")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 from pathlib import Path
 from unittest import mock
 
@@ -10,14 +9,12 @@ import pytest
 import torch
 from heads.head_formulas import E, numbers, shared_parts, tokens
 from heads.tiny_falcon import falcon
-from training_runs import batches, metrics, same_weights, settings, target, trained
+from training_runs import StopError, metrics, same_weights, stop_after, trained
 
 from foretoken.heads.falcon import FalconHead
 from foretoken.training import objectives
 from foretoken.training.objective_base import Examples, accumulate, label_counts
-from foretoken.training.objectives import FalconObjective, Rows, glanced, learning_rows, with_answers
-from foretoken.training.run import Interrupted, train_head
-from foretoken.training.trainer import StepReport
+from foretoken.training.objectives import FalconObjective, Rows, glanced, learning_rows
 
 B, S = 3, 13
 
@@ -139,15 +136,6 @@ def test_share_falls_to_none() -> None:
         assert used == pytest.approx([share for share in shares if share])
 
 
-def test_answers_against_a_loop() -> None:
-    values, answers = numbers(2, 9, 3, seed=1), numbers(2, 9, 3, seed=2)
-    changed = with_answers(values, answers, Rows(torch.tensor([0, 1, 1]), torch.tensor([2, 0, 5])), 3)
-    for b in range(2):
-        for row in range(9):
-            source = answers[b, row + 3] if (b, row) in ((0, 2), (1, 0), (1, 5)) else values[b, row]
-            assert torch.equal(changed[b, row], source)
-
-
 @pytest.mark.parametrize("mode", ["recurrent", "per_position"])
 def test_learns_and_goes_on_where_it_stopped(mode: str, tmp_path: Path) -> None:
     """The loss falls; an interrupted run has the same weights, with dropout and what is drawn."""
@@ -156,20 +144,6 @@ def test_learns_and_goes_on_where_it_stopped(mode: str, tmp_path: Path) -> None:
     losses = [line["loss"] for line in metrics(tmp_path / "whole")]
     assert len(metrics(tmp_path / "whole")[0]["head_losses"]) == 2
     assert sum(losses[-5:]) < 0.8 * sum(losses[:5])
-
-    def stop(report: StepReport) -> None:
-        if report.step == 11:
-            signal.raise_signal(signal.SIGTERM)
-
-    with pytest.raises(Interrupted):
-        train_head(target(), batches(), settings(tmp_path / "parted", "falcon", **changes), on_step=stop)
+    with pytest.raises(StopError):
+        trained(tmp_path / "parted", "falcon", save_every_s=-1.0, on_step=stop_after(11), **changes)
     same_weights(whole.weights, trained(tmp_path / "parted", "falcon", **changes).weights)
-
-
-def test_bfloat16_is_near_float32(tmp_path: Path) -> None:
-    changes = {"sizes": {"num_steps": 2, "dropout": 0.0}, "weights": {"glancing": 0.0}}
-    trained(tmp_path / "float32", "falcon", **changes)
-    trained(tmp_path / "bfloat16", "falcon", **changes, precision="bfloat16")
-    losses = [[line["loss"] for line in metrics(tmp_path / name)] for name in ("float32", "bfloat16")]
-    assert losses[1] == pytest.approx(losses[0], rel=0.03)
-    assert losses[1] != losses[0]

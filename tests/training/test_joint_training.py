@@ -11,6 +11,7 @@ import pytest
 import torch
 from foretoken.models.loaded import LoadedModel
 from tiny_models import tiny_model
+from training_runs import StopError, stop_after
 
 from foretoken import LLM, SamplingParams
 from foretoken.core.errors import ConfigError
@@ -118,16 +119,9 @@ def test_a_run_gives_a_target_and_its_head(tmp_path: Path) -> None:
 
     whole, model = train_jointly(target(), Repeated(), settings(tmp_path / "whole"))
 
-    class StopError(Exception):
-        pass
-
-    def stop(report: Any) -> None:
-        if report.step == 3:
-            raise StopError
-
     broken = replace(settings(tmp_path / "parts"), save_every_s=0.0)
     with pytest.raises(StopError):
-        train_jointly(target(), Repeated(), broken, on_step=stop)
+        train_jointly(target(), Repeated(), broken, on_step=stop_after(3))
     again, same = train_jointly(target(), Repeated(), broken)
     assert all(torch.equal(value, again.weights[key]) for key, value in whole.weights.items())
     assert all(torch.equal(a, b) for a, b in zip(model.module.parameters(), same.module.parameters(), strict=True))

@@ -10,8 +10,7 @@ import torch
 import training_runs
 
 from foretoken.training import trainer
-from foretoken.training.run import train_head
-from foretoken.training.trainer import Schedule, StepReport
+from foretoken.training.trainer import Schedule
 
 
 def test_warmup_rises_in_equal_steps_to_the_peak() -> None:
@@ -47,7 +46,6 @@ def test_a_floor_of_zero_is_refused() -> None:
 def test_the_rates_of_a_run_in_pieces(tmp_path: Path) -> None:
     """What the optimiser steps with, in a run that goes on from a checkpoint: not begun anew, not one step off."""
     schedule = {"peak": 1e-2, "num_steps": 6, "warmup_steps": 2}
-    settings = training_runs.settings(tmp_path / "run", schedule=schedule, save_every_s=-1.0)
     used: list[float] = []
     step = torch.optim.AdamW.step
 
@@ -55,15 +53,13 @@ def test_the_rates_of_a_run_in_pieces(tmp_path: Path) -> None:
         used.extend({group["lr"] for group in self.param_groups})
         step(self)
 
-    def stop(report: object) -> None:
-        if len(used) == 3:
-            raise KeyboardInterrupt
-
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.optim.AdamW, "step", watched)
-        with pytest.raises(KeyboardInterrupt):
-            training_runs.train_head(training_runs.target(), training_runs.batches(), settings, on_step=stop)
-        training_runs.train_head(training_runs.target(), training_runs.batches(), settings)
+        with pytest.raises(training_runs.StopError):
+            training_runs.trained(
+                tmp_path / "run", schedule=schedule, save_every_s=-1.0, on_step=training_runs.stop_after(3)
+            )
+        training_runs.trained(tmp_path / "run", schedule=schedule, save_every_s=-1.0)
     rates = [Schedule(**schedule).rate(step) for step in range(6)]
     # The third step's checkpoint was not written when its report was interrupted: it is done again.
     assert used == [*rates[:3], *rates[2:]]
@@ -96,14 +92,9 @@ def test_a_stopped_run_goes_on_with_its_clock(tmp_path: Path, monkeypatch: pytes
     readings = iter(range(0, 10_000, 2))
     monkeypatch.setattr(trainer.time, "perf_counter", lambda: float(next(readings)))
     schedule = {"peak": 1e-2, "num_steps": 500, "warmup_steps": 2, "seconds": 9.0}
-
-    def fail(report: StepReport) -> None:
-        if report.step == 3:
-            raise ZeroDivisionError
-
-    settings = training_runs.settings(tmp_path / "run", schedule=schedule, save_every_s=-1.0)
-    with pytest.raises(ZeroDivisionError):
-        train_head(training_runs.target(), training_runs.batches(), settings, on_step=fail)
+    stop = training_runs.stop_after(3)
+    with pytest.raises(training_runs.StopError):
+        training_runs.trained(tmp_path / "run", schedule=schedule, save_every_s=-1.0, on_step=stop)
     stopped = training_runs.trained(tmp_path / "run", schedule=schedule)
     whole = training_runs.trained(tmp_path / "whole", schedule=schedule)
     assert stopped.notes["steps"] == whole.notes["steps"] == 5

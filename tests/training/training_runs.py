@@ -26,7 +26,7 @@ from foretoken.training.data.packed import PackedTokens
 from foretoken.training.draft_model import Distillation
 from foretoken.training.objectives import head_config, objective_config
 from foretoken.training.run import HeadSettings, Interrupted, ModelSettings, train_head, train_model
-from foretoken.training.trainer import train_config
+from foretoken.training.trainer import StepReport, train_config
 
 TINY = {"num_hidden_layers": 2, "hidden_size": 16, "intermediate_size": 24}
 SIZES: dict[str, dict[str, Any]] = {
@@ -65,9 +65,26 @@ def settings(directory: Path, method: str = "medusa", **changes: Any) -> HeadSet
     )
 
 
-def trained(directory: Path, method: str = "medusa", *, text: Any = None, **changes: Any) -> HeadCheckpoint:
+def trained(
+    directory: Path, method: str = "medusa", *, text: Any = None, on_step: Any = None, **changes: Any
+) -> HeadCheckpoint:
     """The head of a whole run."""
-    return train_head(target(), batches() if text is None else text, settings(directory, method, **changes))
+    run = settings(directory, method, **changes)
+    return train_head(target(), batches() if text is None else text, run, on_step=on_step)
+
+
+class StopError(Exception):
+    """Ends a run."""
+
+
+def stop_after(step: int) -> Callable[[StepReport], None]:
+    """An `on_step` that ends a run after a step, before its checkpoint."""
+
+    def stop(report: StepReport) -> None:
+        if report.step == step:
+            raise StopError
+
+    return stop
 
 
 def student() -> LoadedModel:
