@@ -50,7 +50,8 @@ from foretoken.training.trainer import Processes, StepReport, Trainer
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from foretoken.training.trainer import Batches, MicroBatch, TrainConfig
+    from foretoken.training.objective_base import Examples
+    from foretoken.training.trainer import Batches, TrainConfig
 
 _AT_ONCE = 512  # texts decoded together; a choice: wide passes, and a bound of the KV cache
 _PROMPT_TOKENS = 4096  # of a pass; a choice
@@ -385,13 +386,13 @@ class ModelTrainer(Trainer):
         return replace(report, written_tokens_per_s=tokens / seconds) if tokens else report
 
     @override
-    def _backward(self, step: int, batch: MicroBatch, counts: Tensor) -> HeadSums:
+    def _backward(self, step: int, batch: Examples, counts: Tensor) -> HeadSums:
         """See `Trainer`; the draft model reads the windows at `positions`, the target at their own."""
-        tokens, supervised, features, positions = batch
-        row, place = supervised[:, 1:].nonzero().unbind(1)
-        places = positions.of(torch.arange(tokens.shape[1], device=tokens.device))
-        read = read_features(self.student, tokens, places)[row, place]
-        given, labels = features[row, place], tokens[row, place + 1]
+        tokens = batch.tokens
+        row, place = batch.supervised[:, 1:].nonzero().unbind(1)
+        positions = batch.positions.of(torch.arange(tokens.shape[1], device=tokens.device))
+        read = read_features(self.student, tokens, positions)[row, place]
+        given, labels = batch.final[row, place], tokens[row, place + 1]
         grad = torch.zeros_like(read)
         loss = matches = torch.zeros((), dtype=torch.float64, device=tokens.device)
         scale, temperature = 1 / float(counts.clamp_min(1)), self._objective.target_temperature

@@ -201,12 +201,13 @@ class EvaluationConfig:
             head.eval()
             counts: list[int] = []
             with torch.autocast(device.type, torch.bfloat16, enabled=precision == torch.bfloat16):
-                examples = Examples.of_batch(tokens, supervised, teacher.read_features(tokens).float(), head.config)
+                read = teacher.read_features(tokens).float()
+                examples = Examples(tokens, supervised, read, read).of_head(head.config)
                 choices = first_candidates(parts.lm_head, examples.final.flatten(0, 1), vocab_size).view(tokens.shape)
                 is_right = torch.ones_like(row, dtype=torch.bool)
                 for index, hidden in enumerate(head.teacher_forced(examples.features, tokens, taught)):
-                    read = partial(head.draft_logits, index, parts=taught)
-                    said = first_candidates(read, hidden[row, begin], vocab_size)
+                    logits = partial(head.draft_logits, index, parts=taught)
+                    said = first_candidates(logits, hidden[row, begin], vocab_size)
                     if head.token_map is not None:
                         said = head.token_map[said]
                     is_right &= said == choices[row, begin + 1 + index]

@@ -15,6 +15,7 @@ from __future__ import annotations
 import copy
 import math
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -31,7 +32,7 @@ from foretoken.training.trainer import Batches, Processes, Trainer, parameter_gr
 if TYPE_CHECKING:
     from foretoken.heads.base import Head
     from foretoken.models.loaded import LoadedModel
-    from foretoken.training.trainer import MicroBatch, TrainConfig
+    from foretoken.training.trainer import TrainConfig
 
 _PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
@@ -124,16 +125,15 @@ class JointTrainer(Trainer):
         return [*(weight * part for part in self._objective.step_weights(self.head.config)), 1.0]
 
     @override
-    def _backward(self, step: int, batch: MicroBatch, counts: Tensor) -> HeadSums:
+    def _backward(self, step: int, batch: Examples, counts: Tensor) -> HeadSums:
         """See `Trainer`; ignores `features`, since the backbone's own have a gradient."""
         backbone = self._target.backbone
         output: Any = backbone(input_ids=batch.tokens, use_cache=False)
         hidden: Tensor = output.last_hidden_state
         leaf = hidden.detach().requires_grad_()
         own = self._own_loss(leaf, batch.tokens, batch.supervised, float(counts[-1].clamp_min(1)))
-        num_steps = self._config.schedule.num_steps
-        weight = self._joint.weight(step, num_steps)
-        examples = Examples(batch.tokens, batch.supervised, leaf, leaf, step / num_steps, batch.positions)
+        weight = self._joint.weight(step, self._config.schedule.num_steps)
+        examples = replace(batch, features=leaf, final=leaf)
         sums = accumulate(self._objective, self.head, examples, self._parts, counts=counts[:-1], weight=weight)
         hidden.backward(leaf.grad)
         return HeadSums(*(torch.cat(pair) for pair in zip((sums.loss, sums.matches, sums.count), own, strict=True)))

@@ -23,7 +23,7 @@ from foretoken.heads.base import IN_PLACE, WindowPositions
 from foretoken.training.losses import LossWeights, TargetRows, distances, target_rows
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator
 
     from foretoken.heads.base import Head, HeadConfig
     from foretoken.models.parts import TargetParts
@@ -39,10 +39,6 @@ class Fed(NamedTuple):
     hidden: Tensor  # (B, Q, W), input of the logits
     offset: int = 0  # the first of the positions
     stride: int = 1  # their distance
-
-    def has(self, positions: Tensor) -> Tensor:
-        """Returns which of some positions belong to the step."""
-        return (positions >= self.offset) & ((positions - self.offset) % self.stride == 0)
 
 
 class Divergences(BaseModel):
@@ -110,7 +106,7 @@ class Objective(Divergences):
 
 @dataclass(frozen=True, slots=True)
 class Examples:
-    """One micro-batch."""
+    """One micro-batch, on the device."""
 
     tokens: Tensor  # (B, S) int64
     supervised: Tensor  # (B, S) bool, tokens that count as labels
@@ -119,20 +115,10 @@ class Examples:
     progress: float = 0.0  # share of the training that is done
     positions: WindowPositions = IN_PLACE  # for the rotations of the head; the target reads positions 0 … S - 1
 
-    @classmethod
-    def of_batch(
-        cls,
-        tokens: Tensor,
-        supervised: Tensor,
-        read: Tensor,
-        config: HeadConfig,
-        *,
-        progress: float = 0.0,
-        positions: WindowPositions = IN_PLACE,
-    ) -> Examples:
-        """Makes a micro-batch from the result of `foretoken.training.teacher.Teacher.read` for the taps of a head."""
-        size = config.hidden_size
-        return cls(tokens, supervised, read[..., : size * len(config.taps)], read[..., -size:], progress, positions)
+    def of_head(self, config: HeadConfig) -> Examples:
+        """Splits `features`, the result of `Teacher.read_features`, into what a head reads and `final`."""
+        read, size = self.features, config.hidden_size
+        return replace(self, features=read[..., : size * len(config.taps)], final=read[..., -size:])
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,9 +159,10 @@ def accumulate(
     fed = islice(objective.fed(head, given, parts), len(counts))
     for index, step in enumerate(fed):
         position = place[: num_rows[index]] - (index + 1)
-        known = None if step.stride == 1 else step.has(position).nonzero()[:, 0]
+        behind = position - step.offset
+        known = None if step.stride == 1 else ((behind >= 0) & (behind % step.stride == 0)).nonzero()[:, 0]
         where = slice(len(position)) if known is None else known
-        read = step.hidden[sequence[where], (position[where] - step.offset) // step.stride]
+        read = step.hidden[sequence[where], behind[where] // step.stride]
         scale = weight * objective.head_decay**index / float(divisors[index]) * step.stride
         losses.append(_StepLoss(objective, head, index, read, known, scale, step.stride, zero, zero))
     num_logits = head.config.vocab_size if parts.head_rows is None else len(parts.head_rows.tokens)
@@ -317,7 +304,7 @@ def portion_rows(vocab_size: int, device: torch.device) -> int:
     return max(1, (_PORTION_VALUES if runs_cpu_kernels(device) else _GPU_PORTION_VALUES) // vocab_size)
 
 
-def mean_by_head(values: Tensor, counts: Tensor) -> Sequence[float]:
+def mean_by_head(values: Tensor, counts: Tensor) -> list[float]:
     """Returns (K,) sums divided by (K,) counts, as numbers."""
     means: list[float] = (values / counts.clamp_min(1)).tolist()
     return means

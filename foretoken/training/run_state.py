@@ -97,14 +97,12 @@ def _restore(tensors: dict[str, Tensor], module: nn.Module, optimizer: torch.opt
         group, name = key.split(".", 1)
         groups[group][name] = value
     module.load_state_dict(groups["module"])
-    state: dict[int, dict[str, Any]] = {}
-    for index, name in _parameter_names(module, optimizer).items():
-        prefix = f"{name}."
-        found = {key.removeprefix(prefix): v for key, v in groups["optimizer"].items() if key.startswith(prefix)}
-        # One name may begin another: the remainder of a state's key has no dot.
-        found = {key: value for key, value in found.items() if "." not in key}
-        if found:
-            state[index] = found
+    by_name: dict[str, dict[str, Tensor]] = {}
+    for key, value in groups["optimizer"].items():
+        name, _, kind = key.rpartition(".")
+        by_name.setdefault(name, {})[kind] = value
+    names = _parameter_names(module, optimizer)
+    state = {index: by_name[name] for index, name in names.items() if name in by_name}
     optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
     torch.set_rng_state(groups["random"]["cpu"])
     if torch.cuda.is_available() and "cuda" in groups["random"]:

@@ -14,7 +14,7 @@ import time
 from abc import ABC, abstractmethod
 from collections import deque
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field
@@ -167,15 +167,6 @@ class StepReport:
         return 1.0 + sum(itertools.accumulate(self.head_matches, lambda left, right: left * right))
 
 
-class MicroBatch(NamedTuple):
-    """Windows of a step that are worked on at once, on the device."""
-
-    tokens: Tensor  # (B, S) int64
-    supervised: Tensor  # (B, S) bool, the labels
-    features: Tensor  # (B, S, F E), the target's
-    positions: WindowPositions  # where the student reads the windows
-
-
 class Trainer(ABC):
     """A module in training, in float32, and the progress of the run; a subclass knows the loss."""
 
@@ -216,8 +207,8 @@ class Trainer(ABC):
         """Returns K weights of the losses in a step, counted from 0."""
 
     @abstractmethod
-    def _backward(self, step: int, batch: MicroBatch, counts: Tensor) -> HeadSums:
-        """Adds the gradients of a micro-batch; counts: (K,) of the global batch."""
+    def _backward(self, step: int, batch: Examples, counts: Tensor) -> HeadSums:
+        """Adds the gradients of a micro-batch with the target's features; counts: (K,) of the global batch."""
 
     def _divisors(self, counts: Tensor) -> Tensor:
         """Returns (K,) divisors of the sums of these losses; counts: (K,) positions."""
@@ -302,8 +293,8 @@ class Trainer(ABC):
             step=step + 1,
             done=self._done,
             loss=loss,
-            head_losses=list(losses),
-            head_matches=list(mean_by_head(sums.matches, counts)),
+            head_losses=losses,
+            head_matches=mean_by_head(sums.matches, counts),
             rate=rate,
             grad_norm=grad_norm,
             tokens_per_s=sum(n for _, n in self._recent) / recent_s,
@@ -335,9 +326,11 @@ class Trainer(ABC):
         size = self._config.micro_batch_size or max(len(own_tokens), 1)
         for begin in range(0, len(own_tokens), size):
             part = slice(begin, begin + size)
-            positions = WindowPositions(anchor[part], offset[part])
+            batch = Examples(
+                own_tokens[part], own_supervised[part], features[part], features[part], self._done,
+                WindowPositions(anchor[part], offset[part]),
+            )  # fmt: skip
             with torch.autocast(device.type, torch.bfloat16, enabled=self._config.compute_dtype == torch.bfloat16):
-                batch = MicroBatch(own_tokens[part], own_supervised[part], features[part], positions)
                 sums = self._backward(step, batch, counts)
             total = sums if total is None else total + sums
         if total is None:  # more processes than windows
@@ -426,12 +419,8 @@ class HeadTrainer(Trainer):
         return self._objective.step_weights(self.head.config)
 
     @override
-    def _backward(self, step: int, batch: MicroBatch, counts: Tensor) -> HeadSums:
-        tokens, supervised, features, positions = batch
-        examples = Examples.of_batch(
-            tokens, supervised, features, self.head.config, progress=self._done, positions=positions
-        )
-        return accumulate(self._objective, self.head, examples, self._parts, counts=counts)
+    def _backward(self, step: int, batch: Examples, counts: Tensor) -> HeadSums:
+        return accumulate(self._objective, self.head, batch.of_head(self.head.config), self._parts, counts=counts)
 
 
 def drawn_positions(config: TrainConfig, step: int) -> tuple[Tensor, Tensor]:

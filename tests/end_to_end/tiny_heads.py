@@ -93,7 +93,7 @@ def _train(name: str, architecture: str, steps: int, texts: tuple[_Text, ...], d
         tokens = torch.tensor([[*text, *[0] * (longest - len(text))] for text in texts])
         supervised = torch.tensor([[place < len(text) for place in range(longest)] for text in texts])
         features = Teacher(target, made.config.taps).read_features(tokens)
-        examples = Examples.of_batch(tokens, supervised, features, made.config)
+        examples = Examples(tokens, supervised, features, features).of_head(made.config)
         for _ in range(steps):
             accumulate(objective, made, examples, parts, counts=label_counts(supervised, objective.steps(made.config)))
             optimizer.step()
