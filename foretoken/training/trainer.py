@@ -99,41 +99,38 @@ def train_config(values: Mapping[str, Any]) -> TrainConfig:
 class Processes:
     """The processes that train together; by default this one alone."""
 
-    num_processes, process_index = 1, 0
+    def __init__(self, num_processes: int = 1, process_index: int = 0) -> None:
+        self.num_processes, self.process_index = num_processes, process_index
 
     def sum(self, tensor: Tensor) -> Tensor:
         """Returns the sum over all processes."""
-        return tensor
+        if self.num_processes == 1:
+            return tensor
+        from accelerate.utils import reduce
+
+        total: Tensor = reduce(tensor, reduction="sum")
+        return total
 
     def own(self, batch: Tensor) -> Tensor:
         """Returns the rows of a global batch that this process computes."""
         return batch[self.process_index :: self.num_processes]
 
 
-class _Launched(Processes):
-    def __init__(self) -> None:
-        try:
-            from accelerate import PartialState
-        except ImportError as err:
-            raise ConfigError(
-                "training in several processes needs accelerate. Run in foretoken's repository: pip install '.[train]'."
-            ) from err
-        # Without this setting, accelerate would treat processes of torchrun without an accelerator as single ones: each
-        # would train alone and write into the same directory.
-        wants_cpu = os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes")
-        state = PartialState(cpu=wants_cpu or not torch.accelerator.is_available())
-        self.num_processes, self.process_index = state.num_processes, state.process_index
-
-    def sum(self, tensor: Tensor) -> Tensor:
-        from accelerate.utils import reduce
-
-        total: Tensor = reduce(tensor, reduction="sum")
-        return total
-
-
 def training_processes() -> Processes:
     """Returns the processes of this run; raises `ConfigError` if several were started and accelerate is missing."""
-    return _Launched() if int(os.environ.get("WORLD_SIZE", "1")) > 1 else Processes()
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        return Processes()
+    try:
+        from accelerate import PartialState
+    except ImportError as err:
+        raise ConfigError(
+            "training in several processes needs accelerate. Run in foretoken's repository: pip install '.[train]'."
+        ) from err
+    # Without this setting, accelerate would treat processes of torchrun without an accelerator as single ones: each
+    # would train alone and write into the same directory.
+    wants_cpu = os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes")
+    state = PartialState(cpu=wants_cpu or not torch.accelerator.is_available())
+    return Processes(state.num_processes, state.process_index)
 
 
 class Batches(Protocol):

@@ -122,8 +122,6 @@ def test_runs_begin_with_it(tmp_path: Path) -> None:
 class Pair(Processes):
     """This process and one that takes 200 seconds for everything, and sees the same windows."""
 
-    num_processes = 2
-
     def sum(self, tensor: Tensor) -> Tensor:
         return tensor + 200 if tensor.numel() == 1 and tensor.dtype == torch.float32 else 2 * tensor
 
@@ -133,7 +131,7 @@ def test_processes_agree_on_the_time(bound: float | None, seconds: float) -> Non
     """Their runs end after the same step; a run that is bounded in time has seven of eight parts left."""
     data, schedule = Lawful(), {"num_steps": 80, "seconds": bound}
     config = TrainConfig.model_validate({"batch_size": B, "length": S, "schedule": schedule})
-    made = HeadTrainer(new_head(), PARTS, HassObjective(), config, data, data.features, processes=Pair())
+    made = HeadTrainer(new_head(), PARTS, HassObjective(), config, data, data.features, processes=Pair(2))
     made._features = lambda step, tokens: lawful(10 * step)[1][::2]
     assert made.begin()
     assert made.progress.seconds == pytest.approx(seconds, abs=1)
