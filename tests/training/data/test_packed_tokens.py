@@ -78,22 +78,6 @@ def test_flags_must_match_tokens() -> None:
         Document([1, 2], [True])
 
 
-def failing() -> Iterator[Document]:
-    yield Document([20, 21])
-    raise RequestError("the source broke")
-
-
-def test_failing_source_keeps_the_old_data(tmp_path: Path) -> None:
-    with pytest.raises(RequestError, match="broke"):
-        write_packed(tmp_path / "out", failing(), tokenizer=letter_tokenizer())
-    assert list(tmp_path.iterdir()) == []
-    write_packed(tmp_path / "out", [Document([10])], tokenizer=letter_tokenizer())
-    with pytest.raises(RequestError, match="broke"):
-        write_packed(tmp_path / "out", failing(), tokenizer=letter_tokenizer(), force=True)
-    assert [path.name for path in tmp_path.iterdir()] == ["out"]
-    assert PackedTokens.open(tmp_path / "out").tokens.tolist() == [10, EOS]
-
-
 def full_disk() -> Iterator[Document]:
     yield Document([20, 21])
     raise OSError(28, "No space left on device")
@@ -108,16 +92,6 @@ def test_places_that_cannot_be_written(tmp_path: Path) -> None:
     with pytest.raises(RequestError, match=r"cannot be written: .*No space left"):
         write_packed(tmp_path / "out", full_disk(), tokenizer=letter_tokenizer())
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
-
-
-def test_replacing_needs_force_and_packed_tokens(tmp_path: Path) -> None:
-    write_packed(tmp_path / "out", [Document([10])], tokenizer=letter_tokenizer())
-    with pytest.raises(RequestError, match="holds packed tokens already"):
-        write_packed(tmp_path / "out", [Document([11])], tokenizer=letter_tokenizer())
-    assert PackedTokens.open(tmp_path / "out").tokens.tolist() == [10, EOS]
-    packed = write_packed(tmp_path / "out", [Document([11])], tokenizer=letter_tokenizer(), force=True)
-    assert packed.tokens.tolist() == [11, EOS]
-    assert [path.name for path in tmp_path.iterdir()] == ["out"]
     precious = tmp_path / "precious"
     precious.mkdir()
     (precious / "thesis.txt").write_text("years of work")
