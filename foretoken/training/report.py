@@ -104,7 +104,7 @@ class TrainingResult:
     def plot(self, file: str | os.PathLike[str] | IO[str] | None = None) -> Any:
         """Draws loss and acceptance rate at each depth over the steps; returns the `matplotlib.figure.Figure`.
 
-        `file` takes the picture, in the format of the name's suffix; an open file gets SVG. Raises `ConfigError` when
+        The picture is written to `file`, in the format of the suffix; to an open file as SVG. Raises `ConfigError` when
         matplotlib is not installed (`pip install '.[report]'`).
         """
         mpl = load_matplotlib()
@@ -422,7 +422,7 @@ def save_target(target: LoadedModel, out: Path, *, tokenizer: Any, like: str) ->
         with told_as(ConfigError, f"'{out}'", ADVICE), new_directory(out) as place:
             module.to(_stored_dtype(load_config(like).get_text_config(), target.dtype)).save_pretrained(place)
             tokenizer.save_pretrained(place)
-        module.to(target.dtype)  # with the rounding of the written weights
+        module.to(target.dtype)  # the target in memory is rounded like the written weights
     return replace(target, name=str(out))
 
 
@@ -434,7 +434,7 @@ def _stored_dtype(config: Any, default: torch.dtype) -> torch.dtype:
 def _drafting(
     setup: dict[str, Any], target: LoadedModel, tokenizer: Any, workload: Workload, progress: TokenProgress
 ) -> tuple[dict[str, Any], int]:
-    """Returns tokens a target pass and acceptance by depth, by temperature, and the nodes of the deepest draft."""
+    """Returns tokens per target pass and acceptance by depth at each temperature, and nodes of the deepest draft."""
     llm = LLM(
         target.stored or target, tokenizer=tokenizer, max_num_seqs=_AT_ONCE, speculative_config=setup,
         on_step=progress.add,

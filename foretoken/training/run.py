@@ -289,7 +289,7 @@ def _claimed(settings: RunSettings, target: LoadedModel, begun_from: str | None 
 def _compare(directory: Path, ours: dict[str, Any]) -> None:
     path = directory / _SETTINGS
     if not path.is_file():
-        with told_as(ConfigError, f"'{path}'", "Expected a place for the run. Pass another --run-dir, or make room."):
+        with told_as(ConfigError, f"'{path}'", "Expected a writable directory. Pass another --run-dir, or make room."):
             write_file(path, json.dumps(ours, indent=1) + "\n")
         return
     theirs = read_json_object(path, error=ConfigError, advice="Expected the settings of a run. Remove the run.")

@@ -81,7 +81,7 @@ def load_state(checkpoint: Path, module: nn.Module, optimizer: torch.optim.Optim
         tensors = load_file(checkpoint / _STATE)
         progress = TypeAdapter(Progress).validate_json((checkpoint / _PROGRESS).read_bytes(), strict=True)
         if progress.step != int(checkpoint.name.rpartition("-")[2]):
-            raise ValueError(f"{_PROGRESS} speaks of step {progress.step}")
+            raise ValueError(f"{_PROGRESS} names step {progress.step}")
         _restore(tensors, module, optimizer)
     except (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError) as err:
         raise ModelError(

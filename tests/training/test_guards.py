@@ -150,7 +150,7 @@ def test_taps_that_are_served_from_elsewhere(tmp_path: Path, monkeypatch: pytest
 
     monkeypatch.setattr(Runner, "prefill", swapped)
     case = Examination(method="eagle3", prompts=PROMPTS, max_tokens=MAX_TOKENS, runner="generic")
-    assert "from another place than training does" in sole_fault(examine(target(), tokenizer(), case), "taps served")
+    assert "elsewhere than training does" in sole_fault(examine(target(), tokenizer(), case), "taps served")
 
 
 def test_the_feature_that_tells_the_label_is_no_mistake_of_training() -> None:

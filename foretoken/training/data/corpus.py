@@ -182,7 +182,7 @@ def _array_rows(file: Path) -> Iterator[JsonRow]:
     except OSError as err:
         raise RequestError(f"'{file}' cannot be read: {err}.") from err
     except (ValueError, RecursionError) as err:
-        raise RequestError(f"'{file}' is not valid JSON: {err}. Name files of JSON lines .jsonl.") from err
+        raise RequestError(f"'{file}' is not valid JSON: {err}. If it holds JSON lines, rename it to .jsonl.") from err
     if not isinstance(rows, list):
         raise RequestError(f"'{file}' holds {type(rows).__name__}. Expected an array of rows.")
     for number, row in enumerate(rows):

@@ -254,7 +254,7 @@ class DistillSettings:
 
 
 class _Responses:
-    """Tells of the responses of a call, in the place of a progress bar."""
+    """Reports the responses of a call to a function, instead of showing a progress bar."""
 
     def __init__(self, tell: Callable[[int, int], None], total: int, **_: Any) -> None:
         self.n, self._total, self._tell = 0, total, tell
@@ -295,7 +295,7 @@ class SelfDistiller:
                 f"context length {llm.target.context_len}. Lower prompt_tokens or max_new_tokens."
             )
         if llm.tokenizer is None:
-            raise ConfigError("the target has no tokenizer. Expected one to read text with. Pass tokenizer to LLM.")
+            raise ConfigError("the target has no tokenizer. Expected one to encode prompts. Pass tokenizer to LLM.")
         self._llm, self._settings, self._path = llm, settings, path
         self._tokenizer: Any = llm.tokenizer
         self._call = max_num_seqs * _BATCHES_A_CALL
@@ -444,4 +444,4 @@ class SelfDistiller:
                     raise OSError("the disk is full")
                 os.fsync(file.fileno())
         except OSError as err:
-            raise RequestError(f"'{self._path}' cannot be written: {err}. Choose another place.") from err
+            raise RequestError(f"'{self._path}' cannot be written: {err}. Choose another path.") from err

@@ -139,7 +139,7 @@ def check_taps(target: LoadedModel, tokens: Tensor, taps: Sequence[Tap], runner:
     return _check_rounding(
         name, errors[worst], target,
         f"Serving reads the taps that training reads, {', '.join(map(str, taps))}.",
-        f"Runner {used} reads tap {taps[worst]} from another place than training does: heads are trained on "
+        f"Runner {used} reads tap {taps[worst]} elsewhere than training does: heads are trained on "
         "one thing and served another. Draft with `--runner generic`, and report the architecture.",
     )  # fmt: skip
 

@@ -171,10 +171,10 @@ class Agreement:
 def greedy_texts(
     target: LoadedModel, tokenizer: Any, prompts: Sequence[str | Sequence[int]], *, max_tokens: int, runner: str
 ) -> Texts:
-    """Continues prompts greedily; cuts long prompts, and leaves out those below two tokens.
+    """Continues prompts greedily with `max_tokens` tokens, or fewer if the context is short.
 
-    Prompts of token ids are not cut, but left out if they exceed the context. Writes `max_tokens`, or fewer if the
-    context is short. Raises `RequestError` when no prompt is left.
+    Long text is cut. Prompts of token ids that exceed the context, and prompts of one token, are left out. Raises
+    `RequestError` when no prompt is left.
     """
     max_tokens = min(max_tokens, target.context_len // 2)
     room = target.context_len - max_tokens - 1
@@ -199,10 +199,10 @@ def greedy(max_tokens: int) -> SamplingParams:
 
 
 def read_features(target: LoadedModel, tokens: Tensor, taps: Sequence[Tap] = ("final",)) -> dict[str, Tensor]:
-    """Returns the features of a head's F taps for (B, S) int64 tokens, and features that are confused with them.
+    """Returns the features of a head's F taps for (B, S) int64 tokens, and features that are mistaken for them.
 
-    The result is (B, S, F E) float32 by reading, the right one first. For `final` also the features around the norm, if
-    the norm is found; for other taps also those one block earlier and later, if these exist.
+    The result is (B, S, F E) float32 by name, the right features first. For `final` the others are those before and
+    after the final norm, if the norm is found; for other taps those one block earlier and later, if these exist.
     """
     if tuple(taps) == ("final",):
         readings = _around_the_norm(target, tokens)
