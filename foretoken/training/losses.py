@@ -9,7 +9,7 @@ Letters: M positions, V vocabulary.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -126,26 +126,22 @@ def _of_block(
     normalizer = (logits.gather(1, best) - own.gather(1, best).log()).squeeze(1)
     loss = torch.zeros_like(normalizer)
     token, kl, top, num_top = weights.token, weights.kl, weights.top, weights.num_top
+    probs: Any = target.probs  # None only if no weight needs them
     share: Tensor | float = token + kl  # the weight of the head's own probabilities in the gradient
     if top:
-        assert target.probs is not None, "the caller asks for probabilities"
-        probs, tokens = target.probs.topk(min(num_top, logits.shape[1]), dim=1)
-        sums = probs.sum(1)
-        loss += top * (normalizer * sums - (probs * logits.gather(1, tokens)).sum(1))
+        top_probs, top_tokens = probs.topk(min(num_top, logits.shape[1]), dim=1)
+        sums = top_probs.sum(1)
+        loss += top * (normalizer * sums - (top_probs * logits.gather(1, top_tokens)).sum(1))
         share = share + top * sums.unsqueeze(1)
     if token:
         loss += token * (normalizer - logits.gather(1, labels).squeeze(1))
     slope = None  # (N, V) derivative by the head's own probabilities, of the distances that depend on them alone
     if weights.rkl or weights.jsd:
-        assert target.probs is not None, "the caller asks for probabilities"
-        slope = _reverse(logits - normalizer.unsqueeze(1), own, target.probs, weights, loss)
+        slope = _reverse(logits - normalizer.unsqueeze(1), own, probs, weights, loss)
     if kl:
-        assert target.probs is not None, "the caller asks for probabilities"
-        assert target.entropy is not None, "the caller asks for probabilities"
-        loss += kl * (normalizer - logits.mul_(target.probs).sum(1) - target.entropy)
+        loss += kl * (normalizer - logits.mul_(probs).sum(1) - target.entropy)
     if weights.tv:
-        assert target.probs is not None, "the caller asks for probabilities"
-        gap = torch.sub(own, target.probs, out=logits)
+        gap = torch.sub(own, probs, out=logits)
         loss += weights.tv * gap.abs().sum(1) / 2
         sign = gap.sign_().mul_(weights.tv / 2)
         slope = sign if slope is None else slope.add_(sign)
@@ -154,12 +150,12 @@ def _of_block(
     else:
         mean = torch.linalg.vecdot(slope, own).unsqueeze(1)
         own.mul_(slope.sub_(mean).add_(share).mul_(scale))
-    if kl and target.probs is not None:
-        own.sub_(target.probs, alpha=kl * scale)
+    if kl:
+        own.sub_(probs, alpha=kl * scale)
     if token:
         own.scatter_add_(1, labels, own.new_full(labels.shape, -token * scale))
     if top:
-        own.scatter_add_(1, tokens, probs * (-top * scale))
+        own.scatter_add_(1, top_tokens, top_probs * (-top * scale))
     return loss, own
 
 

@@ -72,13 +72,17 @@ def skipped(name: str, reason: str) -> Check:
     return Check(name, "skipped", None, "", reason)
 
 
-def _served(target: LoadedModel, ids: Sequence[int], taps: Sequence[Tap], runner: str) -> tuple[str, Tensor]:
-    """Returns the name of the runner that serves the target, as it is stored, and its (S, F, E) features of a text."""
-    stored = target.stored or target
-    serving = Runner(stored, num_slots=1, context_len=len(ids) + 1, max_nodes=8, taps=taps, runner=runner)
-    features = serving.prefill(0, ids, 0)
-    assert features is not None, "there are taps"
-    return serving.name, features
+def _served_errors(target: LoadedModel, tokens: Tensor, taps: Sequence[Tap], runner: str) -> tuple[str, list[float]]:
+    """Returns the name of the runner that serves the target, and the relative error of each tap against training."""
+    ids = tokens[0, :_PROBE_LEN].tolist()
+    read = Teacher(replace(target, stored=None), taps).read_features(tokens[:, : len(ids)])[0].float()
+    serving = Runner(
+        target.stored or target, num_slots=1, context_len=len(ids) + 1, max_nodes=8, taps=taps, runner=runner
+    )  # fmt: skip
+    served = serving.prefill(0, ids, 0)
+    assert served is not None, "there are taps"
+    pairs = zip(served.unbind(1), read.split(served.shape[-1], dim=1), strict=False)  # `final` comes after the taps
+    return serving.name, [_relative_error(ours.float(), theirs) for ours, theirs in pairs]
 
 
 def check_logits(target: LoadedModel, tokens: Tensor) -> Check:
@@ -101,20 +105,16 @@ def check_serving(target: LoadedModel, tokens: Tensor, runner: str) -> list[Chec
 
     Also reports the runner's self-test at load, which compares logits of a tree with those of its paths.
     """
-    ids = tokens[0, :_PROBE_LEN].tolist()
     proof = "logits of every node as after its path alone"
     try:
-        name, served = _served(target, ids, ("final",), runner)
+        name, errors = _served_errors(target, tokens, ("final",), runner)
     except ModelError as err:
         fault = Check("tree logits", "fault", None, proof, f"The target cannot draft: {err}")
         return [fault, skipped("target served", "The target cannot be served.")]
-    error = _relative_error(
-        served[:, 0].float(), Teacher(replace(target, stored=None)).features(tokens[:, : len(ids)])[0].float()
-    )
     return [
         Check("tree logits", "ok", name, proof, f"The self-test of runner {name} passed."),
         _check_rounding(
-            "target served", error, target,
+            "target served", errors[0], target,
             "Serving reads the feature that training reads.",
             f"Runner {name} reads another feature than training does: heads are trained on one thing and "
             "served another. Draft with `--runner generic`, and report the architecture.",
@@ -127,17 +127,13 @@ def check_taps(target: LoadedModel, tokens: Tensor, taps: Sequence[Tap], runner:
 
     Each tap is compared by itself: features of deep blocks are many times larger than those of the first ones.
     """
-    name, ids = "taps served", tokens[0, :_PROBE_LEN].tolist()
     try:
-        read = Teacher(replace(target, stored=None), taps).read_features(tokens[:, : len(ids)])[0].float()
-        used, served = _served(target, ids, taps, runner)
+        used, errors = _served_errors(target, tokens, taps, runner)
     except ModelError as err:
-        return Check(name, "fault", None, "the same features in training and serving", str(err))
-    pairs = zip(served.unbind(1), read.split(served.shape[-1], dim=1), strict=False)  # `final` comes after the taps
-    errors = [_relative_error(ours.float(), theirs) for ours, theirs in pairs]
+        return Check("taps served", "fault", None, "the same features in training and serving", str(err))
     worst = max(range(len(errors)), key=errors.__getitem__)
     return _check_rounding(
-        name, errors[worst], target,
+        "taps served", errors[worst], target,
         f"Serving reads the taps that training reads, {', '.join(map(str, taps))}.",
         f"Runner {used} reads tap {taps[worst]} elsewhere than training does: heads are trained on "
         "one thing and served another. Draft with `--runner generic`, and report the architecture.",
