@@ -34,6 +34,7 @@ from foretoken.training.doctor.checks import (
 from foretoken.training.doctor.examine import (
     DraftingFigures,
     Examination,
+    OneBatch,
     check_drafting,
     examine,
     examine_training,
@@ -371,11 +372,8 @@ def test_before_training(method: str) -> None:
 
 
 def test_data_without_labels() -> None:
-    class NoLabels:
-        def batch(self, step: int, *, batch_size: int, length: int, seed: int) -> tuple[Tensor, Tensor]:
-            return torch.ones(batch_size, length, dtype=torch.int64), torch.zeros(batch_size, length, dtype=torch.bool)
-
-    checks = examine_training(target(), head_config("medusa", target(), {}), texts(), data=NoLabels())
+    no_labels = OneBatch(torch.ones(2, 16, dtype=torch.int64), torch.zeros(2, 16, dtype=torch.bool))
+    checks = examine_training(target(), head_config("medusa", target(), {}), texts(), data=no_labels)
     assert "no batch had a label" in sole_fault(checks, "learning")
 
 

@@ -18,6 +18,7 @@ from foretoken.formats.checkpoint import HeadCheckpoint, TargetFingerprint
 from foretoken.models.loading import wrap_model
 from foretoken.models.parts import target_parts
 from foretoken.training.doctor.checks import fresh_head
+from foretoken.training.doctor.examine import OneBatch
 from foretoken.training.doctor.readings import IN_PLACE, Texts, greedy_texts, read_features
 from foretoken.training.objectives import head_config, objective_config
 from foretoken.training.teacher import Teacher
@@ -64,16 +65,6 @@ def right_feature(readings: dict[str, Tensor]) -> Tensor:
     return readings[IN_PLACE]
 
 
-class _Windows:
-    """All texts in every batch."""
-
-    def __init__(self, tokens: Tensor) -> None:
-        self._tokens = tokens
-
-    def batch(self, step: int, *, batch_size: int, length: int, seed: int) -> tuple[Tensor, Tensor]:
-        return self._tokens, torch.ones_like(self._tokens, dtype=torch.bool)
-
-
 def trained(
     method: str = "medusa",
     *,
@@ -108,7 +99,8 @@ def trained(
         "ce_weight": 1.0, "kl_weight": 0.0, "head_decay": 1.0, "feature_weight": 0.0, "noise": 0.0,
     })  # fmt: skip
     # Medusa heads read no tokens, so for them texts that lie later are labels that lie later, and nothing else.
-    batch = _Windows(tokens.roll(-late, dims=1)[:, : shortest - 3])
+    windows = tokens.roll(-late, dims=1)[:, : shortest - 3]
+    batch = OneBatch(windows, torch.ones_like(windows, dtype=torch.bool))
     for _ in HeadTrainer(head, parts, objective, config, batch, lambda *_: features[:, : shortest - 3]).steps():
         pass
     return HeadCheckpoint.of_head(head, target=TargetFingerprint.of(loaded))

@@ -13,7 +13,7 @@ import os
 import re
 from collections import Counter, deque
 from dataclasses import asdict, dataclass
-from functools import partial
+from functools import cached_property, partial
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Self
 
@@ -163,15 +163,12 @@ class Encoder:
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
-        self._chats: ChatEncoder | None = None
         self.skipped: Counter[str] = Counter()
 
-    @property
+    @cached_property
     def chats(self) -> ChatEncoder:
         """The encoder of conversations; raises `ConfigError` if the tokenizer has no template."""
-        if self._chats is None:
-            self._chats = ChatEncoder(self._tokenizer)
-        return self._chats
+        return ChatEncoder(self._tokenizer)
 
     def documents(self, records: Iterable[Record]) -> Iterator[tuple[Record, Document]]:
         """Yields documents, in order.

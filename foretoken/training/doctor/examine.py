@@ -122,7 +122,7 @@ def _check_learning(
     # Without noise: for short windows EAGLE's noise would exceed the features themselves.
     objective = objective_config(head.config.method, {"noise": 0.0})
     name, expected = "learning", "below 0.9 times the first loss"
-    trainer = HeadTrainer(head, parts, objective, settings, _OneBatch(tokens, supervised), lambda *_: features)
+    trainer = HeadTrainer(head, parts, objective, settings, OneBatch(tokens, supervised), lambda *_: features)
     try:
         losses = [report.loss for report in trainer.steps()]
     except ModelError as err:
@@ -138,13 +138,14 @@ def _check_learning(
 
 
 @dataclass(frozen=True, slots=True)
-class _OneBatch:
+class OneBatch:
     """The same (B, S) tokens and flags at every step; see `Batches`."""
 
     tokens: Tensor
     supervised: Tensor
 
     def batch(self, step: int, *, batch_size: int, length: int, seed: int) -> tuple[Tensor, Tensor]:
+        """Returns the batch."""
         del step, batch_size, length, seed
         return self.tokens, self.supervised
 
