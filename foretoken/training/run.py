@@ -79,7 +79,7 @@ class HeadSettings(RunSettings):
     objective: Objective
     cache: Path | None = None  # directory of features that are kept between steps and runs
     cache_bytes: int = 8 << 30  # most bytes of the cache
-    joint: JointConfig | None = None  # settings of the target's training, for `train_jointly`
+    joint: JointConfig | None = None  # settings of the target's training, if it learns along
     draft_vocab: tuple[int, ...] | None = None
 
     def as_dict(self, target: TargetFingerprint) -> dict[str, Any]:
@@ -121,11 +121,11 @@ def train_head(
     *,
     initial: HeadCheckpoint | None = None,
     on_step: Callable[[StepReport], None] | None = None,
-) -> HeadCheckpoint:
-    """Starts a run, or resumes the one in its directory, and trains to the last step; returns the trained head.
+) -> tuple[HeadCheckpoint, LoadedModel]:
+    """Starts a run, or resumes the one in its directory, and trains to the last step.
 
-    Args:
-        initial: Initial weights; None for the first ones of the method.
+    Returns the trained head and its target: `target` itself, or with `settings.joint` the new one. `initial` are
+    initial weights; None for the first ones of the method.
 
     Raises:
         ConfigError: When the directory holds a run with other settings.
@@ -135,39 +135,24 @@ def train_head(
     fingerprint = TargetFingerprint.of(target)
     with _claimed(settings, target, _begun_from(settings, initial)) as processes:
         head, parts = _new_head(target, settings, initial)
-        features = _features(target, settings)
+        objective, train, joint = settings.objective, settings.train, settings.joint
+        if joint is not None:
+            together = JointTrainer(head, target, objective, train, batches, joint, processes=processes)
+            notes = _train_to_the_end(together, settings, fingerprint, on_step)
+            name = f"{target.name} trained with {head.config.method} heads"
+            target = wrap_model(together.merged_target(), name=name)
+            return HeadCheckpoint.of_head(head, target=TargetFingerprint.of(target), notes=notes), target
         trainer = HeadTrainer(
-            head, parts, settings.objective, settings.train, batches, features, processes=processes,
+            head, parts, objective, train, batches, _features(target, settings), processes=processes,
             is_new=initial is None,
         )  # fmt: skip
         evaluate = None
         if settings.evaluation is not None and processes.process_index == 0:
-            precision = settings.train.compute_dtype
+            precision = train.compute_dtype
             whole = parts if parts.head_rows is None else target_parts(target, dtype=precision)
             evaluate = settings.evaluation.evaluator(target, head, whole, precision=precision)
         notes = _train_to_the_end(trainer, settings, fingerprint, on_step, evaluate)
-    return HeadCheckpoint.of_head(head, target=fingerprint, notes=notes)
-
-
-def train_jointly(
-    target: LoadedModel,
-    batches: Batches,
-    settings: HeadSettings,
-    *,
-    initial: HeadCheckpoint | None = None,
-    on_step: Callable[[StepReport], None] | None = None,
-) -> tuple[HeadCheckpoint, LoadedModel]:
-    """Trains a head and its target together, see `train_head`; returns both, the target as a new one."""
-    assert settings.joint is not None, "the settings say how the target learns along"
-    fingerprint = TargetFingerprint.of(target)
-    with _claimed(settings, target, _begun_from(settings, initial)) as processes:
-        head, _ = _new_head(target, settings, initial)
-        trainer = JointTrainer(
-            head, target, settings.objective, settings.train, batches, settings.joint, processes=processes
-        )
-        notes = _train_to_the_end(trainer, settings, fingerprint, on_step)
-    changed = wrap_model(trainer.merged_target(), name=f"{target.name} trained with {settings.head.method} heads")
-    return HeadCheckpoint.of_head(head, target=TargetFingerprint.of(changed), notes=notes), changed
+    return HeadCheckpoint.of_head(head, target=fingerprint, notes=notes), target
 
 
 def train_model(

@@ -38,7 +38,7 @@ from foretoken.training.report import (
     saved_head,
     trained_notes,
 )
-from foretoken.training.run import HeadSettings, ModelSettings, train_head, train_jointly, train_model
+from foretoken.training.run import HeadSettings, ModelSettings, train_head, train_model
 from foretoken.training.run_state import read_curve
 from foretoken.training.trainer import train_config
 
@@ -95,10 +95,7 @@ class _Run:
         initial = None if init is None else _initial_head(init, self.method, target)
         config, drafted = _head_to_train(self.method, target, initial, sizes, vocabulary, is_joint=is_joint)
         settings = HeadSettings(**self.settings, head=config, draft_vocab=drafted)
-        if is_joint:
-            checkpoint, target = train_jointly(target, self.packed, settings, initial=initial, on_step=self.on_step)
-        else:
-            checkpoint = train_head(target, self.packed, settings, initial=initial, on_step=self.on_step)
+        checkpoint, target = train_head(target, self.packed, settings, initial=initial, on_step=self.on_step)
         if target_out is not None:
             target = save_target(target, target_out, tokenizer=self.tokenizer, like=self.target.name)
         checkpoint = replace(checkpoint, notes=trained_notes(checkpoint.notes, settings.directory, self.command))

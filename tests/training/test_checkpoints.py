@@ -240,8 +240,8 @@ def test_another_head_to_begin_from_is_refused(tmp_path: Path) -> None:
     settings = training_runs.settings(tmp_path / "run", schedule={"num_steps": 2})
     first = training_runs.trained(tmp_path / "first", schedule={"num_steps": 2})
     arguments = (training_runs.target(), training_runs.batches(), settings)
-    one = training_runs.train_head(*arguments, initial=first)
-    training_runs.same_weights(training_runs.train_head(*arguments, initial=first).weights, one.weights)
+    one, again = (training_runs.train_head(*arguments, initial=first)[0] for _ in range(2))
+    training_runs.same_weights(again.weights, one.weights)
     changed = {key: value + 1 for key, value in first.weights.items()}
     second = HeadCheckpoint(config=first.config, weights=changed, target=first.target)
     for initial in (second, None):

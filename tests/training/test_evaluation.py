@@ -40,9 +40,9 @@ def run_settings(directory: Path, method: str, **more: Any) -> Any:
 @pytest.mark.parametrize("method", SIZES)
 def test_weights_are_those_of_a_run_without(tmp_path: Path, method: str) -> None:
     """Dropout and the positions that are followed are drawn from the same stream."""
-    without = train_head(target(), batches(), run_settings(tmp_path / "without", method))
+    without, _ = train_head(target(), batches(), run_settings(tmp_path / "without", method))
     shown: list[Any] = []
-    looked = train_head(
+    looked, _ = train_head(
         target(), batches(), run_settings(tmp_path / "with", method, evaluation=evaluation()), on_step=shown.append
     )
     training_runs.same_weights(looked.weights, without.weights)
@@ -72,7 +72,7 @@ def test_an_interrupted_run_has_the_same_curve(tmp_path: Path) -> None:
 @pytest.mark.parametrize("method", SIZES)
 @pytest.mark.parametrize("is_partial", [False, True])
 def test_drafts_counted_one_by_one(tmp_path: Path, method: str, is_partial: bool) -> None:
-    head = train_head(target(), batches(), run_settings(tmp_path / "run", method)).module()
+    head = train_head(target(), batches(), run_settings(tmp_path / "run", method))[0].module()
     config = EvaluationConfig.of_held_out(batches(400, is_partial=is_partial), every=1, length=20)
     parts = target_parts(target())
     found = config.evaluator(target(), head, parts, precision=torch.float32)()["held_out_acceptance"]

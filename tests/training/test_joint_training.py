@@ -22,7 +22,7 @@ from foretoken.models.loading import wrap_model
 from foretoken.models.parts import target_parts
 from foretoken.training.joint import JointConfig, JointTrainer
 from foretoken.training.objectives import head_config, objective_config
-from foretoken.training.run import HeadSettings, train_jointly
+from foretoken.training.run import HeadSettings, train_head
 from foretoken.training.trainer import train_config
 
 pytest.importorskip("peft")
@@ -117,12 +117,12 @@ def test_a_run_gives_a_target_and_its_head(tmp_path: Path) -> None:
             data="windows", directory=directory, joint=JointConfig(lora_rank=4, lora_dropout=0.1),
         )  # fmt: skip
 
-    whole, model = train_jointly(target(), Repeated(), settings(tmp_path / "whole"))
+    whole, model = train_head(target(), Repeated(), settings(tmp_path / "whole"))
 
     broken = replace(settings(tmp_path / "parts"), save_every_s=0.0)
     with pytest.raises(StopError):
-        train_jointly(target(), Repeated(), broken, on_step=stop_after(3))
-    again, same = train_jointly(target(), Repeated(), broken)
+        train_head(target(), Repeated(), broken, on_step=stop_after(3))
+    again, same = train_head(target(), Repeated(), broken)
     assert all(torch.equal(value, again.weights[key]) for key, value in whole.weights.items())
     assert all(torch.equal(a, b) for a, b in zip(model.module.parameters(), same.module.parameters(), strict=True))
     native.write_checkpoint(whole, tmp_path / "head")

@@ -105,7 +105,7 @@ def test_drafts_far_behind_the_windows(tmp_path: Path) -> None:
         tmp_path, "hydra", sizes={"num_heads": 1, "num_layers": 1, "dropout": 0.0}, schedule={"num_steps": 150},
         batch_size=16, max_offset=400,
     )  # fmt: skip
-    head = train_head(target, _Chains(), settings).module(dtype=torch.float32).eval()
+    head = train_head(target, _Chains(), settings)[0].module(dtype=torch.float32).eval()
     tokens, _ = _Chains().batch(0, batch_size=16, length=400, seed=1)
     parts = target_parts(target, dtype=torch.float32)
     with torch.no_grad():

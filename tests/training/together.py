@@ -69,7 +69,7 @@ def main(out: Path) -> None:
     except Interrupted as err:
         stopped = err.number
     torch.distributed.barrier()  # as when both are started anew: the first has saved
-    write(out / f"resumed-{rank}.safetensors", train_head(*arguments).weights)
+    write(out / f"resumed-{rank}.safetensors", train_head(*arguments)[0].weights)
     (out / f"facts-{rank}.json").write_text(json.dumps({"written": written, "stopped": stopped}))
 
 

@@ -70,7 +70,7 @@ def trained(
 ) -> HeadCheckpoint:
     """The head of a whole run."""
     run = settings(directory, method, **changes)
-    return train_head(target(), batches() if text is None else text, run, on_step=on_step)
+    return train_head(target(), batches() if text is None else text, run, on_step=on_step)[0]
 
 
 class StopError(Exception):
@@ -140,7 +140,7 @@ def same_weights(one: Any, two: Any, *, atol: float = 0.0) -> None:
 def head_child(directory: str, weights: str, method: str, pause_s: float, **changes: Any) -> None:
     """Runs or goes on with a run of a head in a process of its own, see `_ended`."""
     run = settings(Path(directory), method, **changes)
-    _ended(lambda on_step: train_head(target(), batches(), run, on_step=on_step).weights, weights, pause_s)
+    _ended(lambda on_step: train_head(target(), batches(), run, on_step=on_step)[0].weights, weights, pause_s)
 
 
 def model_child(directory: str, weights: str, pause_s: float, **changes: Any) -> None:
