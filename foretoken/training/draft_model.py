@@ -42,13 +42,13 @@ from foretoken.runner.runner import Runner
 from foretoken.runner.self_test import NUM_ROWS
 from foretoken.sampling.noise import KeyedNoise, Purpose, derive_seed
 from foretoken.training.losses import distances, target_rows
-from foretoken.training.objective_base import Divergences, HeadSums, portion_rows
+from foretoken.training.objective_base import Divergences, HeadSums, portions
 from foretoken.training.run_state import weights_sha
 from foretoken.training.teacher import Teacher
 from foretoken.training.trainer import Processes, StepReport, Trainer
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     from foretoken.training.objective_base import Examples
     from foretoken.training.trainer import Batches, TrainConfig
@@ -423,10 +423,3 @@ def read_features(model: LoadedModel, tokens: Tensor, positions: Tensor | None =
     with own_attention(model.module, "sdpa"):
         features: Tensor = backbone(**inputs, use_cache=False).last_hidden_state
     return features
-
-
-def portions(count: int, vocab_size: int, device: torch.device) -> Iterator[slice]:
-    """Yields slices of `count` rows, each small enough for its logits."""
-    size = portion_rows(vocab_size, device)
-    for begin in range(0, count, size):
-        yield slice(begin, begin + size)

@@ -18,8 +18,8 @@ from foretoken.core.errors import ConfigError
 from foretoken.entrypoints.llm import LLM
 from foretoken.heads.base import Head
 from foretoken.models.parts import TargetParts, target_parts, taught_parts
-from foretoken.training.draft_model import Writer, portions, read_features, written_windows
-from foretoken.training.objective_base import Examples, first_candidates
+from foretoken.training.draft_model import Writer, read_features, written_windows
+from foretoken.training.objective_base import Examples, first_candidates, portions
 from foretoken.training.teacher import Teacher
 from foretoken.trees.choices import TreeShape, best_nodes
 

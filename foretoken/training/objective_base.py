@@ -166,12 +166,10 @@ def accumulate(
         scale = weight * objective.head_decay**index / float(divisors[index]) * step.stride
         losses.append(_StepLoss(objective, head, index, read, known, scale, step.stride, zero, zero))
     num_logits = head.config.vocab_size if parts.head_rows is None else len(parts.head_rows.tokens)
-    size = portion_rows(num_logits, sequence.device)
-    for begin in range(0, num_rows[0], size):
-        rows = sequence[begin : begin + size], place[begin : begin + size]
-        portion = _portion(objective, examples, rows, parts, head.token_map)
+    for part in portions(num_rows[0], num_logits, sequence.device):
+        portion = _portion(objective, examples, (sequence[part], place[part]), parts, head.token_map)
         for of_step in losses:
-            of_step.add_portion(begin, portion, parts)
+            of_step.add_portion(part.start, portion, parts)
     learned = [(of_step.read, of_step.grad) for of_step in losses if of_step.grad is not None]
     if learned:
         torch.autograd.backward([read for read, _ in learned], [grad for _, grad in learned])
@@ -296,11 +294,17 @@ def _noisy(features: Tensor, objective: Objective) -> Tensor:
 
 def first_candidates(logits: Callable[[Tensor], Tensor], rows: Tensor, vocab_size: int) -> Tensor:
     """Returns (M,) int64, the most probable tokens of (M, W) inputs of `logits`, a portion at a time."""
-    return torch.cat([logits(part).argmax(-1) for part in rows.split(portion_rows(vocab_size, rows.device))])
+    return torch.cat([logits(part).argmax(-1) for part in rows.split(_portion_rows(vocab_size, rows.device))])
 
 
-def portion_rows(vocab_size: int, device: torch.device) -> int:
-    """Returns the rows of a portion of logits."""
+def portions(count: int, vocab_size: int, device: torch.device) -> Iterator[slice]:
+    """Yields slices of `count` rows, each small enough for its logits."""
+    size = _portion_rows(vocab_size, device)
+    for begin in range(0, count, size):
+        yield slice(begin, begin + size)
+
+
+def _portion_rows(vocab_size: int, device: torch.device) -> int:
     return max(1, (_PORTION_VALUES if runs_cpu_kernels(device) else _GPU_PORTION_VALUES) // vocab_size)
 
 
