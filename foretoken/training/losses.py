@@ -27,7 +27,7 @@ _LEAST_LOG_PROB = -1e4  # in place of -inf, which times a probability of 0 would
 class LossWeights(NamedTuple):
     """Weights of the distances between p, the target's distribution, and q, the head's.
 
-    `jsd` is that of the Jensen-Shannon divergence `b KL(p || m) + (1 - b) KL(q || m)` with `m = b p + (1 - b) q` and
+    `jsd` weighs the Jensen-Shannon divergence `b KL(p || m) + (1 - b) KL(q || m)` with `m = b p + (1 - b) q` and
     b = `jsd_beta`, between 0 and 1 (DistillSpec 2310.08461, A.1).
     """
 
