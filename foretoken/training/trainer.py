@@ -26,8 +26,8 @@ from foretoken.core.errors import ConfigError, ModelError
 from foretoken.heads.base import WindowPositions
 from foretoken.heads.eagle import EagleHead
 from foretoken.sampling.noise import derive_seed
-from foretoken.training.least_squares import LinearStart
 from foretoken.training.objective_base import Examples, HeadSums, Objective, accumulate, label_counts, mean_by_head
+from foretoken.training.objectives import LinearStart
 from foretoken.training.run_state import Progress, load_state, save_state, saved_states
 
 if TYPE_CHECKING:

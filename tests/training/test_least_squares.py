@@ -12,9 +12,8 @@ from foretoken.heads.base import build_head
 from foretoken.heads.decoder_layer import LayerConfig
 from foretoken.heads.eagle import EagleConfig, EagleHead
 from foretoken.models.parts import TargetParts
-from foretoken.training import least_squares, trainer
-from foretoken.training.least_squares import LinearStart
-from foretoken.training.objectives import HassObjective
+from foretoken.training import objectives, trainer
+from foretoken.training.objectives import HassObjective, LinearStart
 from foretoken.training.trainer import HeadTrainer, Processes, TrainConfig
 
 E, V, B, S = 8, 30, 4, 40
@@ -148,5 +147,5 @@ def test_too_few_positions_fit_nothing() -> None:
 
 def test_numbers() -> None:
     """Of "First weights of EAGLE heads by least squares" in `benchmarks/NOTES.md`."""
-    assert (least_squares.TOKENS_AN_INPUT, least_squares._RIDGE, trainer._START_PART) == (100, 1e-3, 8)
-    assert least_squares._FEWEST_AN_INPUT == 8
+    assert (objectives.TOKENS_AN_INPUT, objectives._RIDGE, trainer._START_PART) == (100, 1e-3, 8)
+    assert objectives._FEWEST_AN_INPUT == 8
