@@ -11,6 +11,7 @@ from unittest import mock
 
 import pytest
 import torch
+from heads.head_formulas import numbers
 from torch import Tensor
 
 from foretoken.decoder.native_linear import HeadRows
@@ -41,10 +42,6 @@ CASES: dict[str, tuple[AutoregressiveConfig, Objective]] = {
     "eagle3, part of the vocabulary and the text": (PARTIAL, Eagle3Objective(ce_weight=0.5, passes=2)),
 }
 TAUGHT = {"hass, part of the vocabulary": TOKEN_MAP}  # tokens that the shared LM head has rows of
-
-
-def numbers(*shape: int, seed: int) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def parts(taught: Tensor | None = None) -> TargetParts:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import training_runs
+from heads.head_formulas import numbers
 from tiny_models import VOCAB_SIZE, tiny_model
 from torch import Tensor
 
@@ -21,10 +22,6 @@ from foretoken.training.train import _max_offset
 from foretoken.training.trainer import drawn_positions, train_config
 
 ROTATING = ("eagle", "eagle3", "hydra", "falcon")
-
-
-def numbers(*shape: int, seed: int) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def test_the_first_tokens_keep_their_positions() -> None:
