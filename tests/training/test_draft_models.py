@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
-import signal
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,8 +12,6 @@ import torch
 import trained_heads
 import training_runs
 from foretoken.models.loaded import LoadedModel
-from forked import forked
-from safetensors.torch import load_file
 from tiny_models import ARCHITECTURES, EOS_ID, VOCAB_SIZE, tiny_model
 from torch import Tensor
 from torch.nn.functional import log_softmax
@@ -412,25 +407,6 @@ def test_a_run_that_is_stopped_after_every_step_ends_with_the_same_bits(
     training_runs.same_weights(training_runs.weights_of(run("parts")), training_runs.weights_of(whole))
     start = training_runs.weights_of(training_runs.student())
     assert not torch.equal(whole.module.state_dict()["lm_head.weight"], start["lm_head.weight"])
-
-
-@pytest.mark.slow
-def test_a_killed_run_goes_on_to_the_same_bits(tmp_path: Path) -> None:
-    changes = {"num_steps": 24, "on_policy": 0.6, "teacher": 0.2}
-    assert training_runs.exit_code(start(tmp_path / "whole", tmp_path / "whole.safetensors", **changes)) == 0
-    process = start(tmp_path / "run", tmp_path / "weights", pause_s=0.01, **changes)
-    training_runs.wait_for(tmp_path / "run", 6)
-    time.sleep(random.Random(3).uniform(0, 0.1))  # anywhere in a step, a save or a text
-    process.kill()
-    assert training_runs.exit_code(process) == -signal.SIGKILL
-    assert saved_states(tmp_path / "run")
-    assert training_runs.exit_code(start(tmp_path / "run", tmp_path / "weights", **changes)) == 0
-    training_runs.same_weights(load_file(tmp_path / "weights"), load_file(tmp_path / "whole.safetensors"))
-
-
-def start(run: Path, weights: Path, *, pause_s: float = 0.0, **changes: Any) -> Any:
-    """Begins or goes on with a run in a process of its own."""
-    return forked(training_runs.model_child, str(run), str(weights), pause_s, save_every_s=0.0, **changes)
 
 
 def test_another_beginning_is_another_run(tmp_path: Path) -> None:

@@ -25,14 +25,20 @@ def start(run: Path, weights: Path, *, pause_s: float = 0.0, **changes: Any) -> 
     """Begins or goes on with a run in a process of its own."""
     arguments = {"directory": str(run), "weights": str(weights), "method": "hydra", "pause_s": pause_s}
     arguments |= {"schedule": {"num_steps": STEPS}, "save_every_s": 0.05, **changes}
-    return forked(training_runs.head_child, **arguments)
+    return forked(training_runs.child, **arguments)
+
+
+def exit_code(process: BaseProcess) -> int | None:
+    """Waits for a process; negative for a signal that ended it."""
+    process.join()
+    return process.exitcode
 
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
     """Weights of a run with dropout that nothing happened to."""
     directory = tmp_path_factory.mktemp("undisturbed")
-    assert training_runs.exit_code(start(directory / "run", directory / "head.safetensors")) == 0
+    assert exit_code(start(directory / "run", directory / "head.safetensors")) == 0
     return load_file(directory / "head.safetensors")
 
 
@@ -46,12 +52,12 @@ def test_killed_at_random_moments(undisturbed: dict[str, torch.Tensor], tmp_path
         training_runs.wait_for(run, step)
         time.sleep(dice.uniform(0, 0.04))  # anywhere in a step or a save
         process.kill()
-        assert training_runs.exit_code(process) == -signal.SIGKILL
+        assert exit_code(process) == -signal.SIGKILL
         states = saved_states(run)
         resumed_at.append(int(states[-1].name.rpartition("-")[2]) if states else 0)
     assert not weights.exists()
     assert len(set(resumed_at) - {0}) >= min(kills, 3), "else nothing was gone on from"
-    assert training_runs.exit_code(start(run, weights)) == 0
+    assert exit_code(start(run, weights)) == 0
     training_runs.same_weights(load_file(weights), undisturbed)
     lines = training_runs.metrics(run)
     assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
@@ -68,13 +74,13 @@ def test_told_to_stop(undisturbed: dict[str, torch.Tensor], tmp_path: Path, numb
     training_runs.wait_for(run, 5)
     assert process.pid is not None
     os.kill(process.pid, number)
-    assert training_runs.exit_code(process) == 128 + number
+    assert exit_code(process) == 128 + number
     (state,) = saved_states(run)
     last = training_runs.metrics(run)[-1]["step"]
     assert state.name == f"checkpoint-{last:08d}"
     assert 5 <= last < STEPS
     assert not weights.exists()
-    assert training_runs.exit_code(start(run, weights, save_every_s=1e9)) == 0
+    assert exit_code(start(run, weights, save_every_s=1e9)) == 0
     training_runs.same_weights(load_file(weights), undisturbed)
 
 
@@ -85,10 +91,10 @@ def test_dropout_differs_without_its_random_numbers(undisturbed: dict[str, torch
     process = start(run, weights, pause_s=0.02)
     training_runs.wait_for(run, 10)
     process.terminate()
-    assert training_runs.exit_code(process) == 143
+    assert exit_code(process) == 143
     for state in saved_states(run):
         tensors = load_file(state / "state.safetensors")
         tensors["random.cpu"] = torch.Generator().manual_seed(99).get_state()
         training_runs.save_file(tensors, state / "state.safetensors")
-    assert training_runs.exit_code(start(run, weights)) == 0
+    assert exit_code(start(run, weights)) == 0
     assert any(not torch.equal(value, undisturbed[key]) for key, value in load_file(weights).items())

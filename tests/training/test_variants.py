@@ -11,7 +11,6 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -27,8 +26,6 @@ from foretoken.formats.registry import read_head
 from foretoken.training.doctor.checks import Check, check_acceptance, check_agreement, check_template
 from foretoken.training.doctor.examine import Examination, examine
 from foretoken.training.doctor.readings import Texts, compare, greedy_texts
-
-EXAMINE = "foretoken.training.doctor.examine"
 
 
 @cache
@@ -219,17 +216,6 @@ def test_taps_on_few_prompts_are_not_decided(by: int) -> None:
     assert found.verdict == "not decided"
     assert f"3 prompts do not tell the taps {', '.join(map(str, config))} from those of the block" in found.message
     assert int(found.message.rpartition(" ")[2].rstrip(".")) > 3
-
-
-@pytest.mark.slow  # more than ten seconds; the cases above name the same fault without a command
-def test_the_command_names_a_planted_fault(tmp_path: Path) -> None:
-    native.write_checkpoint(replace(with_draft_vocabulary(has_map=False), acceptance=None), tmp_path / "head")
-    case = Examination(head=tmp_path / "head", prompts=load_prompts(limit=5))
-    with mock.patch(f"{EXAMINE}.greedy_texts", autospec=True, return_value=texts()):
-        checks = {check.name: check for check in examine(*tinycode(), case)}
-    assert [name for name, check in checks.items() if check.verdict == "fault"] == ["configuration"]
-    assert "`d2t` is missing" in checks["configuration"].message
-    assert "chat template" not in checks  # the tokenizer has none
 
 
 TEMPLATE = "t9 t8 {{ messages[0]['content'] }} t7 {% if enable_thinking %}t6{% else %}t5{% endif %} t4"

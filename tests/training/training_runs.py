@@ -8,7 +8,6 @@ import sys
 import time
 from collections.abc import Callable
 from functools import cache
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,7 @@ from foretoken.models.smaller import pruned_model
 from foretoken.training.data.packed import PackedTokens
 from foretoken.training.draft_model import Distillation
 from foretoken.training.objectives import head_config, objective_config
-from foretoken.training.run import HeadSettings, Interrupted, ModelSettings, train_head, train_model
+from foretoken.training.run import HeadSettings, Interrupted, ModelSettings, train_head
 from foretoken.training.trainer import StepReport, train_config
 
 TINY = {"num_hidden_layers": 2, "hidden_size": 16, "intermediate_size": 24}
@@ -137,38 +136,15 @@ def same_weights(one: Any, two: Any, *, atol: float = 0.0) -> None:
         torch.testing.assert_close(value, two[key], rtol=0, atol=atol, msg=lambda text, key=key: f"{key}: {text}")
 
 
-def head_child(directory: str, weights: str, method: str, pause_s: float, **changes: Any) -> None:
-    """Runs or goes on with a run of a head in a process of its own, see `_ended`."""
-    run = settings(Path(directory), method, **changes)
-    _ended(lambda on_step: train_head(target(), batches(), run, on_step=on_step)[0].weights, weights, pause_s)
-
-
-def model_child(directory: str, weights: str, pause_s: float, **changes: Any) -> None:
-    """Runs or goes on with a run of a draft model in a process of its own, see `_ended`."""
-    model, run = student(), model_settings(Path(directory), **changes)
-
-    def trained(on_step: Callable[[object], None]) -> dict[str, Tensor]:
-        train_model(target(), model, batches(), run, on_step=on_step)
-        return weights_of(model)
-
-    _ended(trained, weights, pause_s)
-
-
-def _ended(run: Callable[[Callable[[object], None]], Any], weights: str, pause_s: float) -> None:
-    """Writes the weights that a run ends with into a file; exits as the command line does."""
+def child(directory: str, weights: str, method: str, pause_s: float, **changes: Any) -> None:
+    """Runs or goes on with a run and writes the head's weights into a file; exits as the command line does."""
     torch.set_num_threads(1)
     os.environ.pop("WORLD_SIZE", None)
     try:
-        made = run(lambda _: time.sleep(pause_s))
+        head = trained(Path(directory), method, on_step=lambda _: time.sleep(pause_s), **changes)
     except Interrupted as err:
         sys.exit(128 + err.number)
-    save_file({key: value.clone() for key, value in made.items()}, weights)
-
-
-def exit_code(process: BaseProcess) -> int | None:
-    """Waits for a process; negative for a signal that ended it."""
-    process.join()
-    return process.exitcode
+    save_file({key: value.clone() for key, value in head.weights.items()}, weights)
 
 
 def no_grad_features(tokens: Tensor, width: int = 16, seed: int = 0) -> Tensor:
