@@ -226,14 +226,12 @@ def model_evaluator(
     The prompts are the first parts of the held-out windows. The function returns fields of `StepReport`. It draws no
     random number. Raises `ConfigError` if the texts are too short for a chain.
     """
+    given, count = evaluation.tokens, len(evaluation.tokens)
+    writer, labels = Writer(target, length=given.shape[1], at_once=count), torch.ones_like(evaluation.supervised)
     greedy, sampled = (
-        written_windows(
-            Writer(target, length=evaluation.tokens.shape[1], at_once=len(evaluation.tokens)), evaluation.tokens,
-            torch.ones_like(evaluation.supervised), range(len(evaluation.tokens)), temperature=temperature,
-            prompt_share=_PROMPT_SHARE,
-        )
+        written_windows(writer, given, labels, range(count), temperature=temperature, prompt_share=_PROMPT_SHARE)
         for temperature in (0.0, 1.0)
-    )  # fmt: skip
+    )
     starts = greedy[1][:, 1:].unfold(1, CHAIN, 1).all(-1)
     if not bool(starts.any()):
         raise ConfigError(

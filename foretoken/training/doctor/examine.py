@@ -184,12 +184,8 @@ class Examination:
     allow_other_target: bool = False  # whether to accept a head for another target of the same sizes
 
 
-def _silent(stage: str) -> None:
-    del stage
-
-
 def examine(
-    target: LoadedModel, tokenizer: Any, what: Examination, on_stage: Callable[[str], None] = _silent
+    target: LoadedModel, tokenizer: Any, what: Examination, on_stage: Callable[[str], None] = lambda _: None
 ) -> list[Check]:
     """Makes all checks that the case allows. Writes nothing. `on_stage` is told what begins, in a few words.
 
