@@ -91,7 +91,7 @@ def check_logits(target: LoadedModel, tokens: Tensor) -> Check:
     with torch.no_grad():
         ours = target_parts(target).lm_head(features)
     error = _relative_error(ours.float(), run_plain(target.module, tokens).logits.float())
-    return _check_rounding(
+    return _check_close(
         "target logits", error, replace(target, stored=None),
         "The LM head makes the target's own logits of the training feature.",
         "The LM head on the feature that heads are trained on does not give the target's logits: the feature is not "
@@ -113,7 +113,7 @@ def check_serving(target: LoadedModel, tokens: Tensor, runner: str) -> list[Chec
         return [fault, skipped("target served", "The target cannot be served.")]
     return [
         Check("tree logits", "ok", name, proof, f"The self-test of runner {name} passed."),
-        _check_rounding(
+        _check_close(
             "target served", errors[0], target,
             "Serving reads the feature that training reads.",
             f"Runner {name} reads another feature than training does: heads are trained on one thing and "
@@ -132,7 +132,7 @@ def check_taps(target: LoadedModel, tokens: Tensor, taps: Sequence[Tap], runner:
     except ModelError as err:
         return Check("taps served", "fault", None, "the same features in training and serving", str(err))
     worst = max(range(len(errors)), key=errors.__getitem__)
-    return _check_rounding(
+    return _check_close(
         "taps served", errors[worst], target,
         f"Serving reads the taps that training reads, {', '.join(map(str, taps))}.",
         f"Runner {used} reads tap {taps[worst]} elsewhere than training does: heads are trained on "
@@ -251,7 +251,7 @@ def _relative_error(ours: Tensor, theirs: Tensor) -> float:
     return float((ours - theirs)[is_real].norm() / theirs[is_real].norm().clamp_min(1e-9))
 
 
-def _check_rounding(name: str, error: float, target: LoadedModel, fine: str, wrong: str) -> Check:
+def _check_close(name: str, error: float, target: LoadedModel, fine: str, wrong: str) -> Check:
     is_exact = (target.stored or target).dtype in (torch.float32, torch.float64)
     bound = 2e-4 if is_exact else 5e-2 if target.stored is None else 0.3  # a 0.5B in integers: 0.07 by bfloat16 alone
     # NaN is a fault too.

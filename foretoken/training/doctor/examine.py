@@ -159,7 +159,7 @@ def _training_batch(texts: Texts, data: Batches | None) -> tuple[Tensor, Tensor]
     return tokens, torch.ones_like(tokens, dtype=torch.bool)
 
 
-_LEAST_ROUNDED = 0.97  # a choice: int8 cost the 0.5B's HASS head nothing, and a fifth where `fc` was int8 too
+_LEAST_INT8 = 0.97  # a choice: int8 cost the 0.5B's HASS head nothing, and a fifth where `fc` was int8 too
 _OF_THE_HEAD = (
     "head trained", "head values", "feature", "configuration", "labels", "knowledge", "depth", "drafting", "rounding",
 )  # fmt: skip
@@ -254,7 +254,7 @@ def _examine_head(
         on_stage("drafts in the engine, with the weights")
         exact = drafted()
         on_stage("drafts in the engine, with int8 copies")
-        drafting = [check_drafting(exact), _check_rounding(exact, target, drafted)]
+        drafting = [check_drafting(exact), _check_int8(exact, target, drafted)]
     except ForetokenError as err:
         drafting = [Check("drafting", "fault", None, "a drafter", str(err)), *_skip("It drafts nothing.", "rounding")]
     on_stage("the chat template")
@@ -364,22 +364,22 @@ def check_drafting(drafting: DraftingFigures) -> Check:
     return Check("drafting", verdict, value, f"accepted by depth {shares[1]}", message)
 
 
-def _check_rounding(exact: DraftingFigures, target: LoadedModel, drafted: Callable[..., DraftingFigures]) -> Check:
+def _check_int8(exact: DraftingFigures, target: LoadedModel, drafted: Callable[..., DraftingFigures]) -> Check:
     """Compares drafts of the int8 copies, which CPUs draft with unless told otherwise, with those of the weights."""
     if not runs_cpu_kernels(target.device) or exact.num_errors:
         return skipped("rounding", "Drafts have no int8 copies here." if not exact.num_errors else "It cannot draft.")
-    rounded = drafted(quantization="auto")
-    tau, found = (round(1 + sum(each.accepted), 3) for each in (exact, rounded))
+    quantized = drafted(quantization="auto")
+    tau, found = (round(1 + sum(each.accepted), 3) for each in (exact, quantized))
     share = found / tau
     message = "Drafts with int8 copies of the weights are as good as drafts with the weights."
-    if share < _LEAST_ROUNDED:
+    if share < _LEAST_INT8:
         message = (
             f"Chains of int8 copies bring {found:.2f} tokens a pass, those of the weights {tau:.2f}: a few weights or "
             'inputs are much larger than the others of their row. Draft with "quantization": "none", and report it.'
         )
-    verdict: Verdict = "ok" if share >= _LEAST_ROUNDED else "warning" if share >= 0.9 else "fault"
+    verdict: Verdict = "ok" if share >= _LEAST_INT8 else "warning" if share >= 0.9 else "fault"
     return Check(
-        "rounding", verdict, {"int8": found, "weights": tau}, f"at least {_LEAST_ROUNDED} of the weights'", message
+        "rounding", verdict, {"int8": found, "weights": tau}, f"at least {_LEAST_INT8} of the weights'", message
     )
 
 
