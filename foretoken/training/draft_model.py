@@ -33,7 +33,6 @@ from foretoken.core.sampling_params import SamplingParams
 from foretoken.core.token_ids import tokenizer_sha
 from foretoken.decoder.slot_cache import affordable_rows
 from foretoken.models.generic import own_attention
-from foretoken.models.loaded import LoadedModel
 from foretoken.models.loading import load_model, load_tokenizer, wrap_model
 from foretoken.models.parts import target_parts
 from foretoken.models.smaller import fresh_model, kept_layers, pruned_model, unpacked_model
@@ -50,6 +49,7 @@ from foretoken.training.trainer import Processes, StepReport, Trainer
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from foretoken.models.loaded import LoadedModel
     from foretoken.training.objective_base import Examples
     from foretoken.training.trainer import Batches, TrainConfig
 

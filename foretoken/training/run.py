@@ -21,7 +21,6 @@ from foretoken.files.bounded_reads import read_json_object
 from foretoken.files.processes import STOP_SIGNALS, run_lock, stop_signals
 from foretoken.formats.checkpoint import HeadCheckpoint, TargetFingerprint
 from foretoken.heads.base import Head, HeadConfig, build_head
-from foretoken.models.loaded import LoadedModel
 from foretoken.models.loading import wrap_model
 from foretoken.models.parts import TargetParts, target_parts
 from foretoken.training.draft_model import ModelTrainer
@@ -37,6 +36,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from foretoken.models.loaded import LoadedModel
     from foretoken.training.draft_model import Distillation
     from foretoken.training.evaluation import EvaluationConfig
     from foretoken.training.joint import JointConfig

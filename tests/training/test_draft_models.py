@@ -11,7 +11,6 @@ import pytest
 import torch
 import trained_heads
 import training_runs
-from foretoken.models.loaded import LoadedModel
 from tiny_models import ARCHITECTURES, EOS_ID, VOCAB_SIZE, tiny_model
 from torch import Tensor
 from torch.nn.functional import log_softmax
@@ -21,6 +20,7 @@ from foretoken import LLM, SamplingParams
 from foretoken.core.errors import ConfigError
 from foretoken.heads.base import WindowPositions
 from foretoken.models.generic import generate_plain, run_plain
+from foretoken.models.loaded import LoadedModel
 from foretoken.models.loading import wrap_model
 from foretoken.models.smaller import fresh_model, kept_layers, pruned_model
 from foretoken.training.data.packed import Document, PackedForm, PackedTokens, PackedWriter

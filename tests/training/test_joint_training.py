@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from foretoken.models.loaded import LoadedModel
 from tiny_models import tiny_model
 from training_runs import StopError, stop_after
 
@@ -18,6 +17,7 @@ from foretoken.core.errors import ConfigError
 from foretoken.formats import native
 from foretoken.heads.base import build_head
 from foretoken.models.generic import run_plain
+from foretoken.models.loaded import LoadedModel
 from foretoken.models.loading import wrap_model
 from foretoken.models.parts import target_parts
 from foretoken.training.joint import JointConfig, JointTrainer

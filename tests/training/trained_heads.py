@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from foretoken.models.loaded import LoadedModel
 from tiny_models import VOCAB_SIZE, tiny_model
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 from foretoken.formats.checkpoint import HeadCheckpoint, TargetFingerprint
+from foretoken.models.loaded import LoadedModel
 from foretoken.models.loading import wrap_model
 from foretoken.models.parts import target_parts
 from foretoken.training.doctor.checks import fresh_head

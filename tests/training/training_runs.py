@@ -13,12 +13,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from foretoken.models.loaded import LoadedModel
 from safetensors.torch import save_file
 from tiny_models import VOCAB_SIZE, tiny_model
 from torch import Tensor
 
 from foretoken.formats.checkpoint import HeadCheckpoint
+from foretoken.models.loaded import LoadedModel
 from foretoken.models.loading import wrap_model
 from foretoken.models.smaller import pruned_model
 from foretoken.training.data.packed import PackedTokens
