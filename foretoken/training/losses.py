@@ -126,7 +126,8 @@ def _of_block(
     normalizer = (logits.gather(1, best) - own.gather(1, best).log()).squeeze(1)
     loss = torch.zeros_like(normalizer)
     token, kl, top, num_top = weights.token, weights.kl, weights.top, weights.num_top
-    probs: Any = target.probs  # None only if no weight needs them
+    given: Any = target  # without probabilities only if no weight needs them
+    probs = given.probs
     share: Tensor | float = token + kl  # the weight of the head's own probabilities in the gradient
     if top:
         top_probs, top_tokens = probs.topk(min(num_top, logits.shape[1]), dim=1)
@@ -139,7 +140,7 @@ def _of_block(
     if weights.rkl or weights.jsd:
         slope = _reverse(logits - normalizer.unsqueeze(1), own, probs, weights, loss)
     if kl:
-        loss += kl * (normalizer - logits.mul_(probs).sum(1) - target.entropy)
+        loss += kl * (normalizer - logits.mul_(probs).sum(1) - given.entropy)
     if weights.tv:
         gap = torch.sub(own, probs, out=logits)
         loss += weights.tv * gap.abs().sum(1) / 2
