@@ -324,7 +324,7 @@ def saved_head(
             )
             head = replace(head, acceptance=measured)
             native.write_files(head, new)
-            setup = {"method": head.config.method, "model": str(new)}
+            setup: dict[str, Any] = {"method": head.config.method, "model": str(new)}
             static, nodes = _drafting({**setup, "tree": _QUOTED_TREE}, target, tokenizer, workload, progress)
             setup |= {"tree": "dynamic", "max_nodes": nodes, "num_speculative_tokens": head.config.steps}
             dynamic, dynamic_nodes = _drafting(setup, target, tokenizer, workload, progress)
