@@ -156,8 +156,7 @@ def accelerate(
     """
     if not isinstance(model, torch.nn.Module) or not hasattr(model, NAME):
         raise ConfigError(f"model is {shown(model)}. Expected a transformers causal LM in memory.")
-    standing = vars(model).get(NAME)
-    if isinstance(standing, AcceleratedGenerate):
+    if isinstance(standing := vars(model).get(NAME), AcceleratedGenerate):
         standing.engine.rest()
     given: dict[str, Any] = {"allow_unknown_ids": True, "tokenizer": tokenizer, **_drafter_arguments(drafter)}
     given = {"generation_config": "vllm", **given, **arguments}  # transformers fills in sampling defaults

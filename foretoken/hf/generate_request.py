@@ -32,113 +32,81 @@ class Meaning(NamedTuple):
     note: str = ""
 
 
-def _works(note: str = "") -> Meaning:
-    return Meaning("works", (), note)
+def _works(*names: str, note: str = "") -> dict[str, Meaning]:
+    return dict.fromkeys(names, Meaning("works", (), note))
 
 
-def _idle(note: str) -> Meaning:
-    return Meaning("no effect", (), note)
+def _idle(note: str, *names: str) -> dict[str, Meaning]:
+    return dict.fromkeys(names, Meaning("no effect", (), note))
 
 
-def _theirs(*neutral: Any, note: str = "") -> Meaning:
-    return Meaning("by transformers", neutral, note)
+def _theirs(*names: str, neutral: tuple[Any, ...] = (), note: str = "") -> dict[str, Meaning]:
+    return dict.fromkeys(names, Meaning("by transformers", neutral, note))
 
 
-_BEAMS, _ASSISTED = "belongs to beam search", "belongs to assisted generation"
-_COMPILED, _NO_SCORES = "foretoken compiles nothing with this field", "logits of drafted passes are not kept"
+_UNKNOWN = Meaning("by transformers")  # of a later release
 
 FIELDS: Mapping[str, Meaning] = {
-    "max_length": _works("at most the model's context, else by transformers"),
-    "max_new_tokens": _works("at most the model's context with the prompt, else by transformers"),
-    "min_length": _works(),
-    "min_new_tokens": _works(),
-    "early_stopping": _idle(_BEAMS),
-    "max_time": _works("checked after every token"),
-    "stop_strings": _works("`generate` or `accelerate` needs `tokenizer=`"),
-    "do_sample": _works("the engine makes its own seeds: `torch.manual_seed` has no effect"),
-    "num_beams": _theirs(1),
-    "use_mtp": _theirs(False),
-    "use_cache": _idle("there is always a cache"),
-    "cache_implementation": _theirs(note="the engine has a cache of its own"),
-    "cache_config": _theirs(note="the engine has a cache of its own"),
-    "max_cache_len": _idle("the engine has a cache of its own"),
-    "temperature": _works(),
-    "top_k": _works(),
-    "top_p": _works(),
-    "min_p": _works(),
-    "top_h": _theirs(),
-    "typical_p": _theirs(1.0),
-    "epsilon_cutoff": _theirs(0.0),
-    "eta_cutoff": _theirs(0.0),
-    "repetition_penalty": _works(),
-    "encoder_repetition_penalty": _theirs(1.0),
-    "length_penalty": _idle(_BEAMS),
-    "no_repeat_ngram_size": _theirs(0),
-    "bad_words_ids": _works(),
-    "renormalize_logits": _idle("changes scores, which are not returned, and no choice"),
-    "forced_bos_token_id": _theirs(),
-    "forced_eos_token_id": _theirs(),
-    "remove_invalid_values": _theirs(False),
-    "exponential_decay_length_penalty": _theirs(),
-    "suppress_tokens": _works(),
-    "begin_suppress_tokens": _theirs(),
-    "sequence_bias": _theirs(),
-    "token_healing": _theirs(False),
-    "guidance_scale": _theirs(1, 1.0),
-    "watermarking_config": _theirs(),
-    "num_return_sequences": _works(),
-    "output_attentions": _theirs(False),
-    "output_hidden_states": _theirs(False),
-    "output_scores": _theirs(False, note=_NO_SCORES),
-    "output_logits": _theirs(False, note=_NO_SCORES),
-    "return_dict_in_generate": _works("a `GenerateDecoderOnlyOutput` whose `past_key_values` is None"),
-    "pad_token_id": _works(),
-    "bos_token_id": _works(),
-    "eos_token_id": _works("one or a list"),
-    "encoder_no_repeat_ngram_size": _theirs(0),
-    "decoder_start_token_id": _idle("belongs to encoder-decoder models"),
-    "is_assistant": _theirs(False),
-    "num_assistant_tokens": _idle(_ASSISTED),
-    "num_assistant_tokens_schedule": _idle(_ASSISTED),
-    "assistant_confidence_threshold": _idle(_ASSISTED),
-    "prompt_lookup_num_tokens": _theirs(note="assisted generation; `drafter='ngram'` is the same idea"),
-    "max_matching_ngram_size": _idle(_ASSISTED),
-    "assistant_early_exit": _theirs(note="assisted generation; `drafter='early_exit'` is the same idea"),
-    "assistant_lookbehind": _idle(_ASSISTED),
-    "target_lookbehind": _idle(_ASSISTED),
-    "assistant_ensemble_weight": _theirs(),
-    "speculation_type": _theirs(),
-    "compile_config": _idle(_COMPILED),
-    "disable_compile": _idle(_COMPILED),
-    "continuous_batching_config": _idle("belongs to `generate_batch`"),
-    "low_memory": _idle("belongs to contrastive search"),
-    "penalty_alpha": _theirs(0, 0.0),
-    "dola_layers": _theirs(),
-    "diversity_penalty": _idle(_BEAMS),
-    "num_beam_groups": _theirs(1),
-    "constraints": _theirs(),
-    "force_words_ids": _theirs(),
-    "prefill_chunk_size": _idle("prompts are fed in chunks of the engine's choice"),
-    "_from_model_config": _idle("says where the configuration came from"),
-    "transformers_version": _idle("says where the configuration came from"),
-}
+    **_works("max_length", note="at most the model's context, else by transformers"),
+    **_works("max_new_tokens", note="at most the model's context with the prompt, else by transformers"),
+    **_works("min_length", "min_new_tokens"),
+    **_works("max_time", note="checked after every token"),
+    **_works("stop_strings", note="`generate` or `accelerate` needs `tokenizer=`"),
+    **_works("do_sample", note="the engine makes its own seeds: `torch.manual_seed` has no effect"),
+    **_works("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "bad_words_ids", "suppress_tokens"),
+    **_works("num_return_sequences", "pad_token_id", "bos_token_id"),
+    **_works("return_dict_in_generate", note="a `GenerateDecoderOnlyOutput` whose `past_key_values` is None"),
+    **_works("eos_token_id", note="one or a list"),
+    **_idle("belongs to beam search", "early_stopping", "length_penalty", "diversity_penalty"),
+    **_idle("there is always a cache", "use_cache"),
+    **_idle("the engine has a cache of its own", "max_cache_len"),
+    **_idle("changes scores, which are not returned, and no choice", "renormalize_logits"),
+    **_idle("belongs to encoder-decoder models", "decoder_start_token_id"),
+    **_idle(
+        "belongs to assisted generation", "num_assistant_tokens", "num_assistant_tokens_schedule",
+        "assistant_confidence_threshold", "max_matching_ngram_size", "assistant_lookbehind", "target_lookbehind",
+    ),
+    **_idle("foretoken compiles nothing with this field", "compile_config", "disable_compile"),
+    **_idle("belongs to `generate_batch`", "continuous_batching_config"),
+    **_idle("belongs to contrastive search", "low_memory"),
+    **_idle("prompts are fed in chunks of the engine's choice", "prefill_chunk_size"),
+    **_idle("says where the configuration came from", "_from_model_config", "transformers_version"),
+    **_theirs("num_beams", "num_beam_groups", neutral=(1,)),
+    **_theirs("cache_implementation", "cache_config", note="the engine has a cache of its own"),
+    **_theirs("output_scores", "output_logits", neutral=(False,), note="logits of drafted passes are not kept"),
+    **_theirs(
+        "use_mtp", "remove_invalid_values", "token_healing", "output_attentions", "output_hidden_states",
+        "is_assistant", neutral=(False,),
+    ),
+    **_theirs("typical_p", "encoder_repetition_penalty", neutral=(1.0,)),
+    **_theirs("epsilon_cutoff", "eta_cutoff", neutral=(0.0,)),
+    **_theirs("no_repeat_ngram_size", "encoder_no_repeat_ngram_size", neutral=(0,)),
+    **_theirs("guidance_scale", neutral=(1, 1.0)),
+    **_theirs("penalty_alpha", neutral=(0, 0.0)),
+    **_theirs(
+        "top_h", "forced_bos_token_id", "forced_eos_token_id", "exponential_decay_length_penalty",
+        "begin_suppress_tokens", "sequence_bias", "watermarking_config", "assistant_ensemble_weight",
+        "speculation_type", "dola_layers", "constraints", "force_words_ids",
+    ),
+    **_theirs("prompt_lookup_num_tokens", note="assisted generation; `drafter='ngram'` is the same idea"),
+    **_theirs("assistant_early_exit", note="assisted generation; `drafter='early_exit'` is the same idea"),
+}  # fmt: skip
 
 ARGUMENTS: Mapping[str, Meaning] = {
-    "inputs": _works("token ids, padded on the left"),
-    "generation_config": _works(),
-    "logits_processor": _theirs(note="a list with anything in it"),
-    "stopping_criteria": _works("called after every token with the ids so far; `scores` is None, as in transformers"),
-    "prefix_allowed_tokens_fn": _theirs(),
-    "synced_gpus": _theirs(False),
-    "assistant_model": _theirs(note="assisted generation; `accelerate(model, drafter=assistant)` is the same idea"),
-    "streamer": _works(),
-    "negative_prompt_ids": _theirs(),
-    "negative_prompt_attention_mask": _theirs(),
-    "custom_generate": _theirs(),
-    "input_ids": _works("as `inputs`"),
-    "attention_mask": _works("2-D with zeros on the left, then ones; else by transformers"),
-    "tokenizer": _works("for `stop_strings`"),
-    "trust_remote_code": _idle("belongs to `custom_generate`"),
+    **_works("inputs", note="token ids, padded on the left"),
+    **_works("input_ids", note="as `inputs`"),
+    **_works("attention_mask", note="2-D with zeros on the left, then ones; else by transformers"),
+    **_works("generation_config", "streamer"),
+    **_works(
+        "stopping_criteria",
+        note="called after every token with the ids so far; `scores` is None, as in transformers",
+    ),
+    **_works("tokenizer", note="for `stop_strings`"),
+    **_idle("belongs to `custom_generate`", "trust_remote_code"),
+    **_theirs("logits_processor", note="a list with anything in it"),
+    **_theirs("assistant_model", note="assisted generation; `accelerate(model, drafter=assistant)` is the same idea"),
+    **_theirs("synced_gpus", neutral=(False,)),
+    **_theirs("prefix_allowed_tokens_fn", "negative_prompt_ids", "negative_prompt_attention_mask", "custom_generate"),
 }
 
 
@@ -146,7 +114,7 @@ def set_field(config: GenerationConfig) -> str | None:
     """Returns the first field of a configuration with defaults that only transformers can serve; None without any."""
     for name in GenerationConfig().to_dict():
         value = getattr(config, name, None)
-        meaning = FIELDS.get(name, _theirs())
+        meaning = FIELDS.get(name, _UNKNOWN)
         if meaning.how == "by transformers" and value is not None and value not in meaning.neutral:
             return name
     return None
@@ -155,7 +123,7 @@ def set_field(config: GenerationConfig) -> str | None:
 def set_argument(arguments: Mapping[str, Any]) -> str | None:
     """Returns the first argument of `generate`, besides fields, that only transformers can serve; None without any."""
     for name, value in arguments.items():
-        meaning = ARGUMENTS.get(name, _theirs())
+        meaning = ARGUMENTS.get(name, _UNKNOWN)
         is_neutral = value is None or value is False or (isinstance(value, list) and not value)
         if meaning.how == "by transformers" and not is_neutral:
             return name
@@ -175,15 +143,16 @@ def read_request(
 ) -> tuple[list[list[int]], SamplingParams]:
     """Reads what `generate` prepared for its decoding loop; raises `Unserved` when transformers has to serve the call.
 
-    Returns token ids of each row without padding, and the parameters of all rows. A row ends where transformers ends
-    it, or later.
-
     Args:
         input_ids: (B, T) int64, padded.
         attention_mask: (B, T), 0 at padding; None without padding.
         criteria: All stopping criteria.
         config: With defaults and `generate`'s own tensors of special tokens.
         target: Bounds the tokens of a sequence.
+
+    Returns:
+        Token ids of each row without padding, and the parameters of all rows. A row ends where transformers ends it, or
+        later.
     """
     prompts, width = _prompts(input_ids, attention_mask), input_ids.shape[1]
     if criteria.max_length is None:
@@ -221,9 +190,8 @@ def _sampling(config: GenerationConfig) -> dict[str, Any]:
 def _prompts(input_ids: Tensor, attention_mask: Tensor | None) -> list[list[int]]:
     rows: list[list[int]] = input_ids.tolist()
     if attention_mask is not None:
-        if bool(
-            ((attention_mask != 0) & (attention_mask != 1)).any()
-        ):  # transformers derives positions from other values
+        # transformers derives positions from other values.
+        if bool(((attention_mask != 0) & (attention_mask != 1)).any()):
             raise Unserved("the attention mask holds other values than 0 and 1")
         mask = attention_mask.bool().tolist()
         if [len(row) for row in mask] != [len(row) for row in rows]:
