@@ -17,7 +17,7 @@ from foretoken.core.errors import BuiltPerProcess, ConfigError, RequestError, un
 from foretoken.core.results import CompletionOutput
 from foretoken.core.sampling_params import RequestOutputKind, check_other_keywords
 from foretoken.entrypoints.llm import LLM
-from foretoken.entrypoints.serving_thread import RequestQueue, ServingThread
+from foretoken.entrypoints.serving import RequestQueue, ServingThread
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Generator

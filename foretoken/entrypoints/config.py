@@ -287,10 +287,10 @@ class SpeculativeConfig:
         return drafter_options({"method": _PREDICTION})
 
     def located(self, target: str | None) -> SpeculativeConfig:
-        """Returns the configuration with the places of draft models, see `resolve_model`; reads no weights.
+        """Returns the configuration with the paths of draft models, see `resolve_model`; reads no weights.
 
-        Raises `ModelError` if there is no such model, `ConfigError` if its vocabulary has to be that of the target, and
-        is another one. `target` is a place, or None for a target in memory.
+        `target` is a path, or None for a target in memory. Raises `ModelError` if there is no such draft model,
+        `ConfigError` if its vocabulary has to be the target's and is not.
         """
         options = []
         for each in self.options:
@@ -413,10 +413,10 @@ def _options(
     if isinstance(model, str):
         checked_path("'model' of speculative_config", model)
     elif model is None and isinstance(method, str):
-        place = beside(target, method) if method in known_methods() else head_beside(target, method)
-        if place is not None:
-            own["model"] = str(place)
-            own["method"] = method if method in known_methods() else method_of(place)
+        path = beside(target, method) if method in known_methods() else head_beside(target, method)
+        if path is not None:
+            own["model"] = str(path)
+            own["method"] = method if method in known_methods() else method_of(path)
         elif not is_method(method):
             raise _no_method(method, target)
     if control in STOP_CONTROLS:

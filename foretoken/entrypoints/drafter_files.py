@@ -46,16 +46,16 @@ class FoundWeights(NamedTuple):
         return self.method == DRAFT_MODEL
 
 
-def what_lies_at(place: str | Path) -> FoundWeights | None:
+def what_lies_at(path: str | Path) -> FoundWeights | None:
     """Returns the kind of model or head in a directory or file of weights; None if there is neither."""
     from foretoken.formats.describe import native_facts
-    from foretoken.formats.registry import holds_head, method_of
+    from foretoken.formats.registry import holds_head
     from foretoken.models.config import check_model_files
     from foretoken.models.names import is_gguf
 
-    path = Path(place)
     if not exists(path):
         return None
+    path = Path(path)
     if is_gguf(path) and path.is_file():
         return FoundWeights(DRAFT_MODEL, "a model")
     try:
@@ -64,14 +64,16 @@ def what_lies_at(place: str | Path) -> FoundWeights | None:
             target = facts.get("target") or {}
             return FoundWeights(facts["method"], _head_of(facts["method"]), target.get("name"))
         if holds_head(path):
-            return _foreign(path, method_of)
+            return _foreign_head(path)
         check_model_files(str(path), may_be_hub_id=False)
     except ForetokenError:
         return None
     return FoundWeights(DRAFT_MODEL, "a model")
 
 
-def _foreign(path: Path, method_of: Any) -> FoundWeights:
+def _foreign_head(path: Path) -> FoundWeights:
+    from foretoken.formats.registry import method_of
+
     try:
         method = method_of(path)
     except ForetokenError:
@@ -90,16 +92,16 @@ def exists(name: str | os.PathLike[str]) -> bool:
 
 def beside(target: str | None, name: str) -> Path | None:
     """Returns the directory `TARGET-NAME`, for a draft model `TARGET-draft`; None if it does not exist."""
-    place = f"{_stem(target)}-{'draft' if name == DRAFT_MODEL else name}"
-    return Path(place) if target is not None and exists(place) and Path(place).is_dir() else None
+    path = f"{_stem(target)}-{'draft' if name == DRAFT_MODEL else name}"
+    return Path(path) if target is not None and exists(path) and Path(path).is_dir() else None
 
 
 def head_beside(target: str | None, name: str) -> Path | None:
     """Returns the directory `TARGET-NAME`, such as `TARGET-hass`; None if it holds no head."""
     from foretoken.formats.registry import holds_head
 
-    place = beside(target, name) if _NAME_OF_HEAD.fullmatch(name) else None
-    return place if place is not None and holds_head(place) else None
+    path = beside(target, name) if _NAME_OF_HEAD.fullmatch(name) else None
+    return path if path is not None and holds_head(path) else None
 
 
 def names_beside(target: str | None) -> list[str]:
@@ -116,30 +118,30 @@ def _stem(target: str | None) -> str:
     return os.path.abspath(path) if path.endswith(".") else path  # noqa: PTH100 - links are not followed
 
 
-def spelled(found: FoundWeights, place: str | Path) -> str:
+def spelled(found: FoundWeights, path: str | Path) -> str:
     """Returns the drafter with these files, as text for `-s`."""
-    return f"{found.method or 'METHOD'}:model={place}"
+    return f"{found.method or 'METHOD'}:model={path}"
 
 
-def check_is_no_head(place: str) -> None:
-    """Raises `ConfigError` for a head in the place of a target."""
-    found = what_lies_at(place)
+def check_is_no_head(path: str) -> None:
+    """Raises `ConfigError` for a head where a target is expected."""
+    found = what_lies_at(path)
     if found is None or found.is_model:
         return
     target = f" ('{found.target}')" if found.target else ""
     raise ConfigError(
-        f"'{place}' is {found.name}, not a model. Expected the model that it was trained "
-        f"for{target} as MODEL, and the head as -s {spelled(found, place)}."
+        f"'{path}' is {found.name}, not a model. Expected the model that it was trained "
+        f"for{target} as MODEL, and the head as -s {spelled(found, path)}."
     )
 
 
-def check_is_no_model(place: str | Path) -> None:
-    """Raises `ConfigError` for a whole model in the place of a head."""
-    found = what_lies_at(place)
+def check_is_no_model(path: str | Path) -> None:
+    """Raises `ConfigError` for a whole model where a head is expected."""
+    found = what_lies_at(path)
     if found is not None and found.is_model:
         raise ConfigError(
-            f"'{place}' is a model and holds no draft head. Expected a directory or file of weights with a head. A "
-            f"model drafts by itself: foretoken bench MODEL -s {spelled(found, place)}."
+            f"'{path}' is a model and holds no draft head. Expected a directory or file of weights with a head. A "
+            f"model drafts by itself: foretoken bench MODEL -s {spelled(found, path)}."
         )
 
 

@@ -41,7 +41,7 @@ from foretoken.entrypoints.model_arguments import (
     target_tokenizer,
 )
 from foretoken.entrypoints.requests import Request, RequestReader
-from foretoken.entrypoints.shared_engine import SharedEngine
+from foretoken.entrypoints.serving import SharedEngine
 from foretoken.entrypoints.vllm_arguments import OTHER_ARGUMENTS, check_other_arguments, read_option
 from foretoken.models.borrowed import count_writes
 from foretoken.runner.costs import pass_costs
@@ -112,19 +112,13 @@ class LLM(BuiltPerProcess):
         trace: bool = False,
         **others: Any,
     ) -> None:
-        check_other_arguments(others, [name for name in signature(LLM).parameters if name != "others"])
-        check_engine_arguments(
-            max_num_seqs=max_num_seqs, max_model_len=max_model_len, max_num_batched_tokens=max_num_batched_tokens,
-            enable_prefix_caching=enable_prefix_caching, kv_cache_memory_bytes=kv_cache_memory_bytes,
-            gpu_memory_utilization=gpu_memory_utilization, seed=seed, runner=runner, on_step=on_step,
-            speculative_config=speculative_config, drafter=drafter, trust_drafter=trust_drafter,
-            allow_unknown_ids=allow_unknown_ids, trace=trace,
-        )  # fmt: skip
+        check_other_arguments(others, _PARAMETERS)
+        check_engine_arguments(locals())
         runner = "auto" if runner == "generate" else runner
         model = located("model", model, revision)
-        place = directory_of(model)
-        config = parse_speculative_config(speculative_config, target=place)
-        config = config.located(place if tokenizer is None else None)
+        directory = directory_of(model)
+        config = parse_speculative_config(speculative_config, target=directory)
+        config = config.located(directory if tokenizer is None else None)
         loaded = target_model(model, dtype, device, revision, quantization, kv_cache_dtype)
         check_context_len(max_model_len, loaded)
         self.tokenizer = target_tokenizer(tokenizer, model, revision, tokenizer_revision)
@@ -191,9 +185,8 @@ class LLM(BuiltPerProcess):
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any:
-            if vars(self) or name.startswith(
-                ("__", "_repr_", "_ipython_")
-            ):  # attributes that Python and notebooks look up
+            # Python and notebooks look up attributes with these beginnings.
+            if vars(self) or name.startswith(("__", "_repr_", "_ipython_")):
                 raise AttributeError(f"'LLM' object has no attribute {name!r}")
             raise EngineStopped(_CLOSED)
 
@@ -337,15 +330,15 @@ class LLM(BuiltPerProcess):
 
     def chunks(self, requests: list[Request]) -> Generator[StreamChunk]:
         """Runs requests that `shared.requests` has read; yields each sequence's new tokens after every iteration."""
-        place = {id(sequence): index for index, request in enumerate(requests) for sequence in request.sequences}
+        prompt = {id(sequence): index for index, request in enumerate(requests) for sequence in request.sequences}
         unfinished = [sequence for request in requests for sequence in request.sequences]
-        given = dict.fromkeys(place, 0)
+        given = dict.fromkeys(prompt, 0)
         with closing(self.shared.run(unfinished)) as iterations:
             for _ in iterations:
                 with self.shared.turn():
                     changed = [s for s in unfinished if s.finish_reason is not None or len(s.output_ids) > given[id(s)]]
                     unfinished = [s for s in unfinished if s.finish_reason is None]
-                    chunks = [s.chunk(place[id(s)], given[id(s)]) for s in changed]
+                    chunks = [s.chunk(prompt[id(s)], given[id(s)]) for s in changed]
                     given.update((id(s), len(s.output_ids)) for s in changed)
                 yield from chunks
 

@@ -43,7 +43,7 @@ _INTEGERS = {  # least and greatest values of arguments that may be None
 }
 
 
-def check_engine_arguments(**given: Any) -> None:
+def check_engine_arguments(given: Mapping[str, Any]) -> None:
     """Raises `ConfigError` if an argument of `LLM` has a wrong type, is out of range, or excludes another one."""
     if given["speculative_config"] is not None and given["drafter"] is not None:
         raise ConfigError("speculative_config and drafter exclude each other. Pass one of them.")
@@ -90,10 +90,10 @@ def enough_memory(target: LoadedModel, num_slots: int, max_model_len: int | None
 
 
 def located(what: str, model: Any, revision: Any = None) -> Any:
-    """Returns the place of a model that is given by its name, see `resolve_model`; other values as they are.
+    """Returns the path of a model that is given by its name, see `resolve_model`; other values as they are.
 
-    Raises `ConfigError` for a name that the file system refuses, `ModelError` if there is no such model. `what` names
-    the argument.
+    `what` names the argument. Raises `ConfigError` for a name that the file system refuses, `ModelError` if there is no
+    such model.
     """
     if not isinstance(model, str | os.PathLike) or not os.fspath(model):
         return model
@@ -142,16 +142,16 @@ def _quantized_model(loaded: LoadedModel, model: Any, wanted: Quantization | Rou
 
 
 def _loaded_model(model: Any, dtype: Any, device: Any, revision: Any, rounds_inputs: bool) -> LoadedModel:
-    kind, place = _dtype_name(dtype), _device_name(device)
+    dtype, device = _dtype_name(dtype), _device_name(device)
     _check_revision("revision", revision, "model", model)
     if isinstance(model, LoadedModel):
-        check_placement(model, dtype=kind, device=place)
+        check_placement(model, dtype=dtype, device=device)
         return model
     if isinstance(model, torch.nn.Module):
-        return wrap_model(model, name=type(model).__name__, dtype=kind, device=place)
+        return wrap_model(model, name=type(model).__name__, dtype=dtype, device=device)
     if isinstance(model, str | os.PathLike):
         name = checked_path("model", model)
-        return load_model(name, dtype=kind, device=place, revision=revision, rounds_inputs=rounds_inputs)
+        return load_model(name, dtype=dtype, device=device, revision=revision, rounds_inputs=rounds_inputs)
     raise ConfigError(f"model is {shown(model)}. Expected a directory, a hub id, or a transformers causal LM.")
 
 
@@ -203,10 +203,10 @@ def target_tokenizer(given: Any, model: Any, revision: Any = None, tokenizer_rev
     arguments of another form, `ModelError` when the tokenizer cannot be loaded.
     """
     _check_revision("tokenizer_revision", tokenizer_revision, "tokenizer", model if given is None else given)
-    place = located("tokenizer", given, tokenizer_revision)
-    name = model if place is None else place
+    path = located("tokenizer", given, tokenizer_revision)
+    name = model if path is None else path
     if isinstance(name, str | os.PathLike):
-        is_own = place is None or place == model
+        is_own = path is None or path == model
         return load_tokenizer(checked_path("tokenizer", name), tokenizer_revision or (revision if is_own else None))
     if given is not None and not (callable(given) and callable(getattr(given, "decode", None))):
         raise ConfigError(f"tokenizer is {shown(given)}. Expected a transformers tokenizer, or a directory or hub id.")

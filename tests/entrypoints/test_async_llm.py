@@ -6,6 +6,7 @@ Slow because hundreds of calls wait for one engine.
 from __future__ import annotations
 
 import asyncio
+import functools
 import gc
 import itertools
 import os
@@ -15,7 +16,7 @@ import subprocess
 import sys
 import threading
 from collections import defaultdict
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
@@ -23,6 +24,7 @@ from typing import Any
 import pytest
 from end_to_end.request_mix import CONTEXT_LEN, plain_mix, references, request_mix
 from end_to_end.tiny_llms import drafters, llm, target, tokenizer
+from entrypoints.test_streaming import is_idle
 
 from foretoken import (
     LLM,
@@ -40,7 +42,7 @@ from foretoken.core.results import StreamChunk
 from foretoken.engine.loop import Engine
 from foretoken.engine.scheduler import Scheduler
 from foretoken.entrypoints.async_llm import RequestStream
-from foretoken.entrypoints.serving_thread import Throughput, _at_exit
+from foretoken.entrypoints.serving import Throughput, _at_exit
 
 PATIENCE_S = 60
 GREEDY = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True)
@@ -72,10 +74,14 @@ class Gate:
         return sum(step.request_id == request_id for record in self.records for step in record.sequences)
 
 
-def is_idle(engine: LLM) -> bool:
-    """Whether all slots are free, each once, and nothing waits."""
-    loop = engine._engine
-    return sorted(loop._scheduler._slots.free) == list(range(len(loop._scheduler._slots.free))) and not loop.has_work
+def in_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+    """Runs a test in an event loop of its own."""
+
+    @functools.wraps(test)
+    def run(*arguments: Any, **named: Any) -> None:
+        asyncio.run(test(*arguments, **named))
+
+    return run
 
 
 def ids_of(output: RequestOutput) -> list[list[int]]:
@@ -141,33 +147,30 @@ def test_64_threads_and_200_tasks_get_the_texts_of_single_calls(drafter: str) ->
     assert is_idle(shared)
 
 
-def test_chunks_make_up_outputs() -> None:
+@in_loop
+async def test_chunks_make_up_outputs() -> None:
     """Text, tokens and log-probabilities of all completions, and how they ended; the result has metrics."""
     mix, plain = request_mix(), plain_mix()
-
-    async def run() -> None:
-        async with AsyncLLM(llm(DRAFTERS["draft itself tree"](None), max_model_len=CONTEXT_LEN)) as engine:
-            streams = [engine.submit(each.prompt, each.params) for each in mix]
-            found = await within_patience(*map(chunks_of, streams))
-            for stream, chunks, want in zip(streams, found, plain, strict=True):
-                output = await stream.output()
-                assert output.finished
-                assert output.request_id == stream.request_id
-                assert output.metrics.num_emitted == sum(map(len, ids_of(want)))
-                assert output.metrics.num_accepted > 0 or output.metrics.num_emitted < 4 * len(want.outputs)
-                for completion in want.outputs:
-                    parts = chunks[completion.index]
-                    assert "".join(part.text for part in parts) == completion.text
-                    assert [t for part in parts for t in part.token_ids] == completion.token_ids
-                    assert [part.finish_reason for part in parts[:-1]] == [None] * (len(parts) - 1)
-                    assert (parts[-1].finish_reason, parts[-1].stop_reason) == (
-                        completion.finish_reason, completion.stop_reason,
-                    )  # fmt: skip
-                    scores = [[*entry] for part in parts for entry in part.logprobs or []]
-                    assert scores == [[*entry] for entry in completion.logprobs or []]
-                    assert {part.request_id for part in parts} == {stream.request_id}
-
-    asyncio.run(run())
+    async with AsyncLLM(llm(DRAFTERS["draft itself tree"](None), max_model_len=CONTEXT_LEN)) as engine:
+        streams = [engine.submit(each.prompt, each.params) for each in mix]
+        found = await within_patience(*map(chunks_of, streams))
+        for stream, chunks, want in zip(streams, found, plain, strict=True):
+            output = await stream.output()
+            assert output.finished
+            assert output.request_id == stream.request_id
+            assert output.metrics.num_emitted == sum(map(len, ids_of(want)))
+            assert output.metrics.num_accepted > 0 or output.metrics.num_emitted < 4 * len(want.outputs)
+            for completion in want.outputs:
+                parts = chunks[completion.index]
+                assert "".join(part.text for part in parts) == completion.text
+                assert [t for part in parts for t in part.token_ids] == completion.token_ids
+                assert [part.finish_reason for part in parts[:-1]] == [None] * (len(parts) - 1)
+                assert (parts[-1].finish_reason, parts[-1].stop_reason) == (
+                    completion.finish_reason, completion.stop_reason,
+                )  # fmt: skip
+                scores = [[*entry] for part in parts for entry in part.logprobs or []]
+                assert scores == [[*entry] for entry in completion.logprobs or []]
+                assert {part.request_id for part in parts} == {stream.request_id}
 
 
 async def _leave_early(stream: RequestStream, gate: Gate) -> None:
@@ -207,50 +210,44 @@ async def _abort(stream: RequestStream, gate: Gate) -> None:
 @pytest.mark.parametrize(
     ("end", "iterations"), [(_leave_early, 2), (_cancel, 1), (_cancel_reader, 1), (_abort, 1)]
 )  # fmt: skip
-def test_a_reader_that_ends_early_frees_the_slot_within_one_iteration(
+@in_loop
+async def test_a_reader_that_ends_early_frees_the_slot_within_one_iteration(
     end: Callable[[RequestStream, Gate], Any], iterations: int
 ) -> None:
     """The iteration that is going on when it ends is the last one; the request behind it is served next."""
     gate = Gate()
-
-    async def run() -> None:
-        async with AsyncLLM(llm({}, max_num_seqs=1, on_step=gate)) as engine:
-            stream = engine.submit([5], LONG, request_id="ends early")
-            behind = asyncio.create_task(engine.generate([6], GREEDY))
+    async with AsyncLLM(llm({}, max_num_seqs=1, on_step=gate)) as engine:
+        stream = engine.submit([5], LONG, request_id="ends early")
+        behind = asyncio.create_task(engine.generate([6], GREEDY))
+        await asyncio.to_thread(gate.wait)
+        await end(stream, gate)
+        for _ in range(iterations - 1):
             await asyncio.to_thread(gate.wait)
-            await end(stream, gate)
-            for _ in range(iterations - 1):
-                await asyncio.to_thread(gate.wait)
-            await asyncio.sleep(0)  # the loop closes the iteration that was left
-            gate.open()
-            output = (await within_patience(stream.output(), behind))[0].outputs[0]
-            assert output.finish_reason == "abort"
-            assert 1 <= gate.count("ends early") == len(output.token_ids) <= iterations
-            assert is_idle(engine.llm)
-            assert (engine.num_running, engine.num_waiting) == (0, 0)
-
-    asyncio.run(run())
+        await asyncio.sleep(0)  # the loop closes the iteration that was left
+        gate.open()
+        output = (await within_patience(stream.output(), behind))[0].outputs[0]
+        assert output.finish_reason == "abort"
+        assert 1 <= gate.count("ends early") == len(output.token_ids) <= iterations
+        assert is_idle(engine.llm)
+        assert (engine.num_running, engine.num_waiting) == (0, 0)
 
 
-def test_requests_are_aborted_by_their_ids() -> None:
+@in_loop
+async def test_requests_are_aborted_by_their_ids() -> None:
     """One that is running, one that waits behind another that goes on; what is unknown or over is no error."""
     gate = Gate()
-
-    async def run() -> None:
-        async with AsyncLLM(llm({}, max_num_seqs=1, on_step=gate)) as engine:
-            tasks = [asyncio.create_task(engine.generate([5], GREEDY, request_id=name)) for name in "abc"]
-            await asyncio.to_thread(gate.wait)
-            for name in ("a", "c", "unknown"):
-                engine.abort(name)
-            gate.open()
-            a, b, c = (output.outputs[0] for output in await within_patience(*tasks))
-            assert [each.finish_reason for each in (a, b, c)] == ["abort", "length", "abort"]
-            assert [len(each.token_ids) for each in (a, b, c)] == [1, 30, 0]
-            assert [gate.count(name) for name in "abc"] == [1, 30, 0]
-            engine.abort("b")
-            assert is_idle(engine.llm)
-
-    asyncio.run(run())
+    async with AsyncLLM(llm({}, max_num_seqs=1, on_step=gate)) as engine:
+        tasks = [asyncio.create_task(engine.generate([5], GREEDY, request_id=name)) for name in "abc"]
+        await asyncio.to_thread(gate.wait)
+        for name in ("a", "c", "unknown"):
+            engine.abort(name)
+        gate.open()
+        a, b, c = (output.outputs[0] for output in await within_patience(*tasks))
+        assert [each.finish_reason for each in (a, b, c)] == ["abort", "length", "abort"]
+        assert [len(each.token_ids) for each in (a, b, c)] == [1, 30, 0]
+        assert [gate.count(name) for name in "abc"] == [1, 30, 0]
+        engine.abort("b")
+        assert is_idle(engine.llm)
 
 
 @pytest.mark.parametrize("kind", [None, *RequestOutputKind])
@@ -346,32 +343,27 @@ def test_a_forgotten_stream_ends() -> None:
     engine.close()
 
 
-def test_no_more_requests_and_tokens_wait_than_may() -> None:
+@in_loop
+async def test_no_more_requests_and_tokens_wait_than_may() -> None:
     gate = Gate()
-
-    async def run() -> None:
-        engine = AsyncLLM(llm({}, max_num_seqs=1, on_step=gate), max_waiting_requests=2, max_waiting_tokens=10)
-        prompt = [5, 6, 7, 8, 9, 5, 6]
-        tasks = [asyncio.create_task(engine.generate(prompt * 2, GREEDY))]  # longer than may wait, and need not
-        await asyncio.to_thread(gate.wait)
-        tasks.append(asyncio.create_task(engine.generate(prompt, GREEDY)))
-        await asyncio.sleep(0)
-        with pytest.raises(
-            QueueFull, match=r"7 prompt tokens are waiting, and 7 more came. Expected at most 10"
-        ) as full:
-            engine.submit(prompt, GREEDY)
-        assert full.value.retry_after_s >= 1
-        tasks.append(asyncio.create_task(engine.generate([5, 6], GREEDY)))
-        await asyncio.sleep(0)
-        assert (engine.num_running, engine.num_waiting) == (1, 2)
-        with pytest.raises(QueueFull, match=r"2 requests are waiting. Expected at most 2"):
-            engine.submit([5], GREEDY)
-        gate.open()
-        assert [o.outputs[0].finish_reason for o in await within_patience(*tasks)] == ["length"] * 3
-        assert [o.outputs[0].finish_reason for o in await within_patience(engine.generate([5], GREEDY))] == ["length"]
-        engine.close()
-
-    asyncio.run(run())
+    engine = AsyncLLM(llm({}, max_num_seqs=1, on_step=gate), max_waiting_requests=2, max_waiting_tokens=10)
+    prompt = [5, 6, 7, 8, 9, 5, 6]
+    tasks = [asyncio.create_task(engine.generate(prompt * 2, GREEDY))]  # longer than may wait, and need not
+    await asyncio.to_thread(gate.wait)
+    tasks.append(asyncio.create_task(engine.generate(prompt, GREEDY)))
+    await asyncio.sleep(0)
+    with pytest.raises(QueueFull, match=r"7 prompt tokens are waiting, and 7 more came. Expected at most 10") as full:
+        engine.submit(prompt, GREEDY)
+    assert full.value.retry_after_s >= 1
+    tasks.append(asyncio.create_task(engine.generate([5, 6], GREEDY)))
+    await asyncio.sleep(0)
+    assert (engine.num_running, engine.num_waiting) == (1, 2)
+    with pytest.raises(QueueFull, match=r"2 requests are waiting. Expected at most 2"):
+        engine.submit([5], GREEDY)
+    gate.open()
+    assert [o.outputs[0].finish_reason for o in await within_patience(*tasks)] == ["length"] * 3
+    assert [o.outputs[0].finish_reason for o in await within_patience(engine.generate([5], GREEDY))] == ["length"]
+    engine.close()
 
 
 @pytest.mark.parametrize("drafter", ["none", "ngram tree"])
@@ -433,38 +425,32 @@ def test_a_new_client_gets_a_slot_within_16_iterations(many: list[Any], who: Any
     assert took_part.index(True) <= 16
 
 
-def test_prompts_of_clients_that_ask_for_little_are_read_first() -> None:
+@in_loop
+async def test_prompts_of_clients_that_ask_for_little_are_read_first() -> None:
     gate, few = Gate(), SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
     shared = llm({}, max_num_seqs=4, max_num_batched_tokens=8, on_step=gate)
-
-    async def run() -> None:
-        engine = AsyncLLM(shared)
-        streams = [engine.submit([begin, *range(3, 33)], few, client="many") for begin in (40, 41, 42)]
-        await asyncio.to_thread(gate.wait)
-        streams.append(engine.submit([5, 6], few, client="one", request_id="one"))
-        gate.open()
-        await within_patience(*(stream.output() for stream in streams))
-        await asyncio.to_thread(engine.close)
-
-    asyncio.run(run())
+    engine = AsyncLLM(shared)
+    streams = [engine.submit([begin, *range(3, 33)], few, client="many") for begin in (40, 41, 42)]
+    await asyncio.to_thread(gate.wait)
+    streams.append(engine.submit([5, 6], few, client="one", request_id="one"))
+    gate.open()
+    await within_patience(*(stream.output() for stream in streams))
+    await asyncio.to_thread(engine.close)
     took_part = [any(step.request_id == "one" for step in record.sequences) for record in gate.records]
     assert took_part.index(True) <= 2, "it waits for ninety tokens of the others"
 
 
-def test_completions_of_one_request_let_another_in() -> None:
+@in_loop
+async def test_completions_of_one_request_let_another_in() -> None:
     gate = Gate()
-
-    async def run() -> None:
-        engine = AsyncLLM(llm({}, max_num_seqs=2, on_step=gate))
-        many = asyncio.create_task(engine.generate([5, 6, 7], replace(LONG, n=4)))
-        await asyncio.to_thread(gate.wait)
-        gate.open()
-        await within_patience(engine.generate([5, 6], GREEDY))
-        assert not many.done()
-        await within_patience(many)
-        engine.close()
-
-    asyncio.run(run())
+    engine = AsyncLLM(llm({}, max_num_seqs=2, on_step=gate))
+    many = asyncio.create_task(engine.generate([5, 6, 7], replace(LONG, n=4)))
+    await asyncio.to_thread(gate.wait)
+    gate.open()
+    await within_patience(engine.generate([5, 6], GREEDY))
+    assert not many.done()
+    await within_patience(many)
+    engine.close()
 
 
 def test_without_a_queue_as_many_are_taken_as_there_are_slots() -> None:
@@ -553,30 +539,28 @@ def test_wrong_arguments_are_refused(arguments: dict[str, Any]) -> None:
         AsyncLLM(**{"llm": llm({}), **arguments})
 
 
-def test_what_a_slow_reader_leaves_is_merged() -> None:
+@in_loop
+async def test_what_a_slow_reader_leaves_is_merged() -> None:
     """Nothing is kept for it but the tokens: what came while a chunk was unread is one chunk."""
-
-    async def run() -> None:
-        async with AsyncLLM(llm({}, max_num_seqs=2)) as engine:
-            stream = engine.submit([5], LONG)
-            first = await anext(stream)
-            await within_patience(engine.generate([6], GREEDY), engine.submit([5], LONG).output())
-            await stream.output()
-            assert len(stream._served.chunks) <= 2
-            rest = [chunk async for chunk in stream]
-            expected = engine.llm.generate([5], LONG)[0].outputs[0]
-            assert [t for chunk in [first, *rest] for t in chunk.token_ids] == expected.token_ids
-            assert "".join(chunk.text for chunk in [first, *rest]) == expected.text
-            assert rest[-1].finish_reason == "length"
-
-    asyncio.run(run())
+    async with AsyncLLM(llm({}, max_num_seqs=2)) as engine:
+        stream = engine.submit([5], LONG)
+        first = await anext(stream)
+        await within_patience(engine.generate([6], GREEDY), engine.submit([5], LONG).output())
+        await stream.output()
+        assert len(stream._served.chunks) <= 2
+        rest = [chunk async for chunk in stream]
+        expected = engine.llm.generate([5], LONG)[0].outputs[0]
+        assert [t for chunk in [first, *rest] for t in chunk.token_ids] == expected.token_ids
+        assert "".join(chunk.text for chunk in [first, *rest]) == expected.text
+        assert rest[-1].finish_reason == "length"
 
 
 class Fatal(BaseException):
     """Not an `Exception`: nothing contains it."""
 
 
-def test_a_dead_engine_ends_all_requests_and_takes_no_more(caplog: pytest.LogCaptureFixture) -> None:
+@in_loop
+async def test_a_dead_engine_ends_all_requests_and_takes_no_more(caplog: pytest.LogCaptureFixture) -> None:
     """The `LLM` itself is whole: a new `AsyncLLM` serves on it."""
     original, calls = Engine._commit, []
 
@@ -586,28 +570,25 @@ def test_a_dead_engine_ends_all_requests_and_takes_no_more(caplog: pytest.LogCap
             raise Fatal("of the test")
         return original(self, *arguments)
 
-    async def run() -> None:
-        engine = AsyncLLM(llm(DRAFTERS["draft itself tree"](None), max_num_seqs=2))
-        expected = engine.llm.generate([5], GREEDY)[0].outputs[0].token_ids
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Engine, "_commit", dying)
-            streams = [engine.submit([5 + i], GREEDY) for i in range(3)]  # the last waits for a slot
-            chunks = (await within_patience(chunks_of(streams[0])))[0][0]
-            for stream in streams:
-                output = (await within_patience(stream.output()))[0].outputs[0]
-                assert output.finish_reason == "error"
-                assert "the engine's thread was ended by Fatal" in output.error
-            assert (chunks[-1].finish_reason, chunks[-1].error) == ("error", output.error)
-        assert not engine.is_alive
-        with pytest.raises(EngineStopped, match=r"the engine thread failed: Fatal: of the test\. All requests"):
-            engine.submit([5], GREEDY)
-        assert (engine.num_running, engine.num_waiting) == (0, 0)
-        engine.close()
-        assert is_idle(engine.llm)
-        async with AsyncLLM(engine.llm) as another:
-            assert (await within_patience(another.generate([5], GREEDY)))[0].outputs[0].token_ids == expected
-
-    asyncio.run(run())
+    engine = AsyncLLM(llm(DRAFTERS["draft itself tree"](None), max_num_seqs=2))
+    expected = engine.llm.generate([5], GREEDY)[0].outputs[0].token_ids
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Engine, "_commit", dying)
+        streams = [engine.submit([5 + i], GREEDY) for i in range(3)]  # the last waits for a slot
+        chunks = (await within_patience(chunks_of(streams[0])))[0][0]
+        for stream in streams:
+            output = (await within_patience(stream.output()))[0].outputs[0]
+            assert output.finish_reason == "error"
+            assert "the engine's thread was ended by Fatal" in output.error
+        assert (chunks[-1].finish_reason, chunks[-1].error) == ("error", output.error)
+    assert not engine.is_alive
+    with pytest.raises(EngineStopped, match=r"the engine thread failed: Fatal: of the test\. All requests"):
+        engine.submit([5], GREEDY)
+    assert (engine.num_running, engine.num_waiting) == (0, 0)
+    engine.close()
+    assert is_idle(engine.llm)
+    async with AsyncLLM(engine.llm) as another:
+        assert (await within_patience(another.generate([5], GREEDY)))[0].outputs[0].token_ids == expected
     assert "the engine's thread failed" in caplog.text
 
 
@@ -626,43 +607,37 @@ class Failing:
         return self._inner.decode(tokens, **options)
 
 
-def test_a_tokenizer_that_fails_costs_its_request_alone() -> None:
+@in_loop
+async def test_a_tokenizer_that_fails_costs_its_request_alone() -> None:
     expected = llm({}).generate([[5], [6]], GREEDY)
     bad = next(t for t in ids_of(expected[0])[0][3:] if t not in ids_of(expected[1])[0])
-
-    async def run() -> None:
-        async with AsyncLLM(LLM(target(), tokenizer=Failing(bad), runner="generic")) as engine:
-            streams = [engine.submit([5], GREEDY), engine.submit([6], GREEDY)]
-            failed, whole = await within_patience(*map(chunks_of, streams))
-            assert failed[0][-1].finish_reason == "error"
-            assert "no such token" in failed[0][-1].error
-            assert (await streams[0].output()).outputs[0].error == failed[0][-1].error
-            assert [t for chunk in whole[0] for t in chunk.token_ids] == ids_of(expected[1])[0]
-            assert engine.is_alive
-            assert is_idle(engine.llm)
-
-    asyncio.run(run())
+    async with AsyncLLM(LLM(target(), tokenizer=Failing(bad), runner="generic")) as engine:
+        streams = [engine.submit([5], GREEDY), engine.submit([6], GREEDY)]
+        failed, whole = await within_patience(*map(chunks_of, streams))
+        assert failed[0][-1].finish_reason == "error"
+        assert "no such token" in failed[0][-1].error
+        assert (await streams[0].output()).outputs[0].error == failed[0][-1].error
+        assert [t for chunk in whole[0] for t in chunk.token_ids] == ids_of(expected[1])[0]
+        assert engine.is_alive
+        assert is_idle(engine.llm)
 
 
-def test_closing_ends_requests_and_thread_and_leaves_the_llm() -> None:
+@in_loop
+async def test_closing_ends_requests_and_thread_and_leaves_the_llm() -> None:
     gate = Gate()
-
-    async def run() -> None:
-        async with AsyncLLM(llm({}, max_num_seqs=1, on_step=gate)) as engine:
-            tasks = [asyncio.create_task(engine.generate([5], GREEDY)) for _ in range(2)]
-            await asyncio.to_thread(gate.wait)
-            gate.open(1)
-            threading.Timer(0.01, gate.open).start()
-        outputs = [output.outputs[0] for output in await within_patience(*tasks)]
-        assert [output.finish_reason for output in outputs] == ["abort", "abort"]
-        assert not engine.is_alive
-        assert not engine._thread._thread.is_alive()
-        engine.close()
-        with pytest.raises(EngineStopped, match="this AsyncLLM was closed"):
-            engine.submit([5], GREEDY)
-        assert len(engine.llm.generate([5], GREEDY)[0].outputs[0].token_ids) == 30
-
-    asyncio.run(run())
+    async with AsyncLLM(llm({}, max_num_seqs=1, on_step=gate)) as engine:
+        tasks = [asyncio.create_task(engine.generate([5], GREEDY)) for _ in range(2)]
+        await asyncio.to_thread(gate.wait)
+        gate.open(1)
+        threading.Timer(0.01, gate.open).start()
+    outputs = [output.outputs[0] for output in await within_patience(*tasks)]
+    assert [output.finish_reason for output in outputs] == ["abort", "abort"]
+    assert not engine.is_alive
+    assert not engine._thread._thread.is_alive()
+    engine.close()
+    with pytest.raises(EngineStopped, match="this AsyncLLM was closed"):
+        engine.submit([5], GREEDY)
+    assert len(engine.llm.generate([5], GREEDY)[0].outputs[0].token_ids) == 30
 
 
 def test_a_forgotten_engine_ends_its_thread() -> None:

@@ -383,11 +383,6 @@ def test_ignored_end_of_sequence_may_still_be_a_stop_token() -> None:
     assert (stopped.outputs[0].token_ids, stopped.outputs[0].stop_reason) == ([EOS_ID], EOS_ID)
 
 
-def test_parameters_may_be_left_open_for_some_prompts(engine: LLM) -> None:
-    outputs = engine.generate([[5], [6]], [None, GREEDY])
-    assert [output.finished for output in outputs] == [True, True]
-
-
 def test_what_a_tokenizer_returns_is_a_prompt(engine: LLM) -> None:
     """Rows are padded on either side; the mask tells what is real."""
     texts_in = ["the abc", "abc"]

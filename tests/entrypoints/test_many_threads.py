@@ -15,12 +15,13 @@ from typing import Any
 import pytest
 from end_to_end.request_mix import CONTEXT_LEN, plain_mix, references, request_mix
 from end_to_end.tiny_llms import drafters, llm
+from entrypoints.test_streaming import is_idle
 
-from foretoken import LLM, SamplingParams
+from foretoken import SamplingParams
 from foretoken.core.errors import ForetokenError
 from foretoken.core.records import StepRecord
 from foretoken.engine.loop import Engine
-from foretoken.entrypoints.shared_engine import FairLock
+from foretoken.entrypoints.serving import FairLock
 
 THREADS = 16
 PATIENCE_S = 60
@@ -38,12 +39,6 @@ def in_threads(work: Callable[[int], Any]) -> list[Any]:
 
     with ThreadPoolExecutor(THREADS) as pool:
         return [future.result(PATIENCE_S) for future in [pool.submit(begin, i) for i in range(THREADS)]]
-
-
-def is_idle(engine: LLM) -> bool:
-    """Whether all slots are free, each once, and nothing waits."""
-    loop = engine._engine
-    return sorted(loop._scheduler._slots.free) == list(range(len(loop._scheduler._slots.free))) and not loop.has_work
 
 
 @pytest.mark.parametrize(

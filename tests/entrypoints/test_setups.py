@@ -44,6 +44,11 @@ DRAFT = TARGET.with_name("tinycode-draft")
         ("eagle3:dynamic+ngram", "eagle3:dynamic+ngram",
          {"drafters": [{"method": "eagle3", "tree": "dynamic"}, LOOKUP]}),
         ("plain", "plain", None),
+        ("ngram:tree", "ngram:tree", {**LOOKUP, "tree": "tree"}),
+        ("hydra:chain:model=a:b/c:max_nodes=4", "hydra:chain max_nodes=4",
+         {"method": "hydra", "tree": "chain", "model": "a:b/c", "max_nodes": 4}),
+        ('x:tree=[[0],[1]]:widths={"a": 1}', 'x tree=[[0],[1]] widths={"a": 1}',
+         {"method": "x", "tree": [[0], [1]], "widths": {"a": 1}}),
         ("ngram+hydar", "ngram+hydar", {"drafters": [LOOKUP, {"method": "hydar"}]}),
         ("ngram + owner/name:chain", "ngram+name:chain",
          {"drafters": [LOOKUP, {"model": "owner/name", "tree": "chain"}]}),
@@ -57,6 +62,12 @@ DRAFT = TARGET.with_name("tinycode-draft")
 def test_what_is_read(text: str | Path, name: str, config: Any) -> None:
     setup = parse_setup(text)
     assert (setup.name, setup.config) == (name, config)
+
+
+@pytest.mark.parametrize("text", ["ngram:max_nodes=4:max_nodes=5", "ngram:tree:tree=chain", "ngram:method=hydra"])
+def test_keys_given_twice(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"twice\. Expected it once"):
+        parse_setup(text)
 
 
 @pytest.mark.parametrize("name", ["a:b", "a:tree=b", "chain:chain", "a=b", "ngram"])

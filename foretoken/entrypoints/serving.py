@@ -1,4 +1,7 @@
-"""The thread of an `AsyncLLM`: serves a queue of requests, which any thread or task may submit."""
+"""One engine for any number of threads, which take turns; the thread of an `AsyncLLM`, which serves a queue.
+
+Iterations run one at a time. Each iteration serves the requests of all threads.
+"""
 
 from __future__ import annotations
 
@@ -6,23 +9,31 @@ import atexit
 import logging
 import math
 import os
+import sys
 import threading
 import time
 import weakref
+from collections import deque
+from contextlib import contextmanager
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING
 
-from foretoken.core.errors import EngineStopped, QueueFull, RequestError, described
+from foretoken.core.backend import own_torch_state
+from foretoken.core.errors import EngineStopped, ForetokenError, QueueFull, RequestError, described
 from foretoken.entrypoints.requests import QueuedRequest
 from foretoken.files.processes import ForkLock
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Generator, Iterable, Iterator
 
-    from foretoken.engine.sequence import Client
-    from foretoken.entrypoints.requests import Request
-    from foretoken.entrypoints.shared_engine import SharedEngine
+    from foretoken.engine.loop import Engine
+    from foretoken.engine.sequence import Client, Sequence
+    from foretoken.entrypoints.requests import Request, RequestReader
 
+_INTERRUPTED = (
+    "another call of this LLM was interrupted by {error} in the middle of an iteration, which serves the requests of "
+    "all calls. Send the request again."
+)
 _BROKEN_OFF = "the engine's thread was ended by {error} in the middle of an iteration, which serves all requests."
 _CLOSED = "this AsyncLLM was closed. Create another AsyncLLM over the same LLM."
 _FORKED = (
@@ -36,7 +47,151 @@ _FAILED = (
 _FADE = 0.98  # weight of earlier values in the moving averages
 _LONGEST_RETRY_S = 600.0
 _log = logging.getLogger(__name__)
+_engines: weakref.WeakSet[SharedEngine] = weakref.WeakSet()
 _threads: weakref.WeakSet[ServingThread] = weakref.WeakSet()
+
+
+class FairLock:
+    """A lock for the thread that has waited longest: `threading.Lock` usually goes back to the last holder."""
+
+    def __init__(self) -> None:
+        self._condition = threading.Condition()
+        self._next_ticket = self._serving = 0
+        self._abandoned: set[int] = set()
+        self._owner: int | None = None
+
+    def check_not_mine(self) -> None:
+        """Raises `ForetokenError` if the calling thread holds the lock."""
+        if self._owner == threading.get_ident():
+            raise ForetokenError(
+                "an LLM was called from within one of its own callbacks. Expected calls from outside an iteration. "
+                "Collect what the callback sees, and call after it has returned."
+            )
+
+    def __enter__(self) -> None:
+        self.check_not_mine()
+        me = threading.get_ident()
+        with self._condition:
+            ticket = self._next_ticket
+            self._next_ticket += 1
+            try:
+                while self._serving != ticket:
+                    self._condition.wait()
+                self._owner = me
+            finally:
+                if self._owner != me:  # interrupted while waiting: skip this ticket
+                    self._abandoned.add(ticket)
+                    self._skip_abandoned()
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+    def release(self) -> None:
+        """Passes the lock to the thread that has waited longest."""
+        with self._condition:
+            self._owner = None
+            self._serving += 1
+            self._skip_abandoned()
+
+    def try_acquire(self) -> bool:
+        """Takes the lock if nobody holds it or waits for it; `release` gives it back."""
+        with self._condition:
+            if self._serving != self._next_ticket:
+                return False
+            self._next_ticket += 1
+            self._owner = threading.get_ident()
+            return True
+
+    def _skip_abandoned(self) -> None:
+        while self._serving in self._abandoned:
+            self._abandoned.remove(self._serving)
+            self._serving += 1
+        self._condition.notify_all()
+
+
+class SharedEngine:
+    """An engine that threads use in turn: `engine` may be used only within a `turn`, `requests` at any time."""
+
+    def __init__(self, engine: Engine, requests: RequestReader) -> None:
+        self.engine, self.requests = engine, requests
+        self._lock = FairLock()
+        self._to_abort: deque[Sequence] = deque()  # of calls that ended while another thread held the lock
+        self._is_inherited = False  # whether this copy, in a forked process, has its parent's requests
+        _engines.add(self)
+
+    @contextmanager
+    def turn(self) -> Iterator[None]:
+        """Gives the calling thread the engine, first come first served; raises `ForetokenError` inside its own turn."""
+        with self._lock, own_torch_state():
+            if self._is_inherited:
+                self._is_inherited = False
+                self.engine.abort()
+            if self._to_abort:
+                self._abort_pending()
+            yield
+
+    def inherit(self) -> None:
+        """Makes a copy in a forked process usable: its parent's requests end at the next turn."""
+        self._lock, self._is_inherited = FairLock(), True
+
+    def check_outside(self) -> None:
+        """Raises `ForetokenError` if the calling thread has its turn."""
+        self._lock.check_not_mine()
+
+    def step(self, interrupted: str = _INTERRUPTED) -> None:
+        """Runs one iteration within a turn.
+
+        An interrupted iteration, as by Ctrl-C, may leave any sequence half committed. It ends all sequences with the
+        error `interrupted`, which has a field for the type of the exception.
+        """
+        try:
+            self.engine.step()
+        except BaseException as err:
+            self.engine.abort(error=interrupted.format(error=type(err).__name__))
+            raise
+
+    def run(self, sequences: list[Sequence]) -> Generator[None]:
+        """Runs sequences to their end; yields after every iteration of this thread, and once more at the end."""
+        waiting_for = sequences[::-1]
+        try:
+            with self.turn():
+                for sequence in sequences:
+                    self.engine.add(sequence)
+            while waiting_for:
+                if waiting_for[-1].finish_reason is not None:
+                    waiting_for.pop()
+                    continue
+                with self.turn():
+                    self.step()
+                yield
+            yield
+        finally:
+            self.abort(sequences)
+
+    def abort(self, sequences: list[Sequence], *, is_exiting: Callable[[], bool] = sys.is_finalizing) -> None:
+        """Aborts unfinished sequences, without waiting: at once, or at the next turn if another thread is at work.
+
+        The garbage collector may close a stream at any point of any thread.
+        """
+        if is_exiting():  # modules may be gone; the default argument is bound early for that reason
+            return
+        self.abort_at_next_turn(sequences)
+        if self._to_abort and self._lock.try_acquire():
+            try:
+                self._abort_pending()
+            finally:
+                self._lock.release()
+
+    def abort_at_next_turn(self, sequences: Iterable[Sequence]) -> None:
+        """Aborts unfinished sequences before the next iteration. Takes no lock."""
+        self._to_abort.extend(s for s in sequences if s.finish_reason is None)
+
+    def _abort_pending(self) -> None:
+        sequences = []
+        while self._to_abort:
+            sequences.append(self._to_abort.popleft())
+        if sequences:
+            self.engine.abort(sequences)
 
 
 class Throughput:
@@ -308,7 +463,9 @@ def _at_exit() -> None:
 
 
 def _after_fork() -> None:
-    """Ends the requests of a forked child, which has no copy of the threads."""
+    """Prepares a forked child, which lacks the threads: replaces locks that they may hold, ends their requests."""
+    for shared in _engines:
+        shared.inherit()
     for thread in _threads:
         thread.end_after_fork()
 
