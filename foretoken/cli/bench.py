@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import shlex
-import sys
 from itertools import cycle, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -18,7 +16,7 @@ from foretoken.cli.terminal import progress
 from foretoken.core.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from foretoken.bench.compare import Measurement
     from foretoken.text.prompt_rows import PromptRow
@@ -29,7 +27,6 @@ def bench(
     *,
     drafters: options.DrafterChoices,
     synthetic_acceptance: options.SyntheticAcceptance = None,
-    prompts: options.Prompts = "heldout",
     suite: Annotated[
         str | None,
         typer.Option(
@@ -37,12 +34,8 @@ def bench(
             help="spec-bench: print the form of its leaderboard, for its file in --prompts, greedily by default.",
         ),
     ] = None,
-    num_prompts: options.NumPrompts = 8,
-    max_tokens: options.MaxTokens = 128,
-    temperature: options.Temperatures = None,
-    batch_size: Annotated[
-        list[int] | None, typer.Option(min=1, help="Sequences decoded at once; may be repeated. Default: 1.")
-    ] = None,
+    asked: options.PromptOptions,
+    batch_size: options.BatchSizes = None,
     repeats: Annotated[int, typer.Option(min=1, help="How often everything is measured.")] = 1,
     seed: options.Seed = 0,
     loading: options.LoadOptions,
@@ -73,7 +66,6 @@ def bench(
     The last lines say for each temperature what to take, and what to try next.
     """
     from foretoken.bench.compare import compare_setups, measure_anew, verify_costs
-    from foretoken.bench.workload import make_workload, read_prompts
     from foretoken.entrypoints.config import checked_setups
     from foretoken.planning.verdict import next_step, verdicts
 
@@ -81,57 +73,49 @@ def bench(
         options.with_synthetic_acceptance(setup, synthetic_acceptance, model)
         for setup in checked_setups(drafters.texts or ["ngram"], target=model)
     ]
-    rows = read_prompts(prompts, limit=num_prompts) if suite is None else _suite_rows(suite, prompts, num_prompts)
+    rows = asked.rows() if suite is None else _suite_rows(suite, asked)
     batch_sizes = batch_size or [1]
-    temperatures = temperature or ([0.0] if suite else [0.0, 0.8])
     (loaded, tokenizer), runner = loading.load(model), loading.runner
     if refresh_costs:
         measure_anew(loaded, runner, max(batch_sizes))
-    options.check_max_tokens(max_tokens, loaded)
-    workload = make_workload(
-        rows, loaded, tokenizer, runner=runner, temperatures=temperatures, max_tokens=max_tokens, seed=seed
-    )
+    temperatures = [0.0] if suite else [0.0, 0.8]
+    workload = asked.workload(rows, loaded, tokenizer, temperatures=temperatures, runner=runner, seed=seed)
     header = options.run_header(
-        loaded, prompts=len(workload.prompts), max_tokens=max_tokens,
+        loaded, prompts=len(workload.prompts), max_tokens=workload.max_tokens,
         batch_size=batch_sizes[0] if len(batch_sizes) == 1 else batch_sizes, repeats=repeats, seed=seed,
-        command=shlex.join(["foretoken", *sys.argv[1:]]),
+        command=options.command_line(),
     )  # fmt: skip
     twin = "" if loaded.cost_twin is None else str(loaded.cost_twin)
     measurements: list[Measurement] = []
-    has_sizes = len(batch_sizes) > 1
-    columns, widest = _columns([setup.name for setup in setups], wide=wide, has_sizes=has_sizes)
-    table = terminal.growing_table(columns, widest, title=twin or None, num_keys=2 + has_sizes)
+    columns = _columns([setup.name for setup in setups], wide=wide, has_sizes=len(batch_sizes) > 1)
+    table = terminal.growing_table(
+        [name for name, _, _ in columns], [widest for _, widest, _ in columns], title=twin or None,
+        num_keys=2 + (len(batch_sizes) > 1),
+    )  # fmt: skip
     with progress("batches") as bar, table as add:
         for size in batch_sizes:
             for measured in compare_setups(
                 loaded, tokenizer, setups, workload, batch_size=size, repeats=repeats, runner=runner, on_progress=bar
             ):
                 bar.pause()
-                if not as_json and not measurements:
-                    shown = {
-                        **header,
-                        "runner": ", ".join(dict.fromkeys(row.runner for row in measured)),
-                        "command": None,
-                    }
-                    terminal.conditions(shown)
                 if not as_json:
+                    if not measurements:
+                        terminal.conditions({**header, "runner": _runners(measured), "command": None})
                     for row in measured:
-                        add(_cells(row, wide=wide, has_sizes=has_sizes))
+                        add([cell(row) for _, _, cell in columns])
                 measurements += measured
-    header["runner"] = ", ".join(dict.fromkeys(row.runner for row in measurements))
+    header["runner"] = _runners(measurements)
     boards = _leaderboards(measurements) if suite else []
     found = verdicts(measurements, {each.name for each in setups if each.config and not each.needs_references})
     costs = verify_costs(loaded, measurements[0].runner) if cost_curve else []
     if as_json:
-        options.print_json(
-            {
-                **header,
-                "measurements": [row.as_dict() for row in measurements],
-                **({"spec_bench": boards} if suite else {}),
-                "verdicts": [each._asdict() for each in found],
-                **({"verify_cost": [{"width": w, "seconds": s} for w, s in costs]} if cost_curve else {}),
-            }
-        )
+        options.print_json({
+            **header,
+            "measurements": [row.as_dict() for row in measurements],
+            **({"spec_bench": boards} if suite else {}),
+            "verdicts": [each._asdict() for each in found],
+            **({"verify_cost": [{"width": w, "seconds": s} for w, s in costs]} if cost_curve else {}),
+        })  # fmt: skip
         return
     _print_acceptance(measurements, twin)
     if suite:
@@ -146,18 +130,22 @@ def bench(
         terminal.prose(next_step(model, found))
 
 
-def _suite_rows(suite: str, prompts: str, limit: int) -> list[PromptRow]:
+def _runners(measured: Sequence[Measurement]) -> str:
+    return ", ".join(dict.fromkeys(row.runner for row in measured))
+
+
+def _suite_rows(suite: str, asked: options.PromptOptions) -> list[PromptRow]:
     from foretoken.bench.speed_report import GROUPS, SUITE, check_rows
     from foretoken.bench.workload import read_prompts
 
     if suite != SUITE:
         raise ConfigError(f"--suite is '{suite}'. Expected {SUITE}. Leave it out for other prompts.")
-    if prompts == "heldout":
+    if asked.prompts == "heldout":
         raise ConfigError(
             f"--suite {SUITE} has no questions. Expected its file. Pass --prompts question.jsonl, which lies in "
             "data/spec_bench of hemingkx/Spec-Bench."
         )
-    rows = read_prompts(prompts, limit=limit, groups=GROUPS)
+    rows = read_prompts(asked.prompts, limit=asked.num_prompts, groups=GROUPS)
     check_rows(rows)
     return rows
 
@@ -188,54 +176,55 @@ def _print_leaderboards(boards: Sequence[Mapping[str, Any]], twin: str) -> None:
         "tau": "Spec-Bench: accepted tokens a pass by category (tau), the target's own included",
     }
     for figure, title in titles.items():
+        last = {"tau": "tau", "all": "speed_up"} if figure == "speed_up" else {"all": "tau"}
         rows = []
         for board in boards:
             figures = board["categories"]
             cells = [_number(figures[name][figure] if name in figures else None, "") for name in CATEGORIES]
-            last = [
-                _number(figures[ALL]["tau"], ""),
-                *([_number(figures[ALL][figure])] if figure == "speed_up" else ()),
-            ]
-            rows.append([board["setup"], f"{board['temperature']:g}", str(board["batch_size"]), *cells, *last])
-        columns = [
-            "drafter",
-            "T",
-            "batch",
-            *CATEGORIES.values(),
-            *(["tau", "all"] if figure == "speed_up" else ["all"]),
-        ]
+            totals = [_number(figures[ALL][each], "" if each == "tau" else "unknown") for each in last.values()]
+            rows.append([board["setup"], f"{board['temperature']:g}", str(board["batch_size"]), *cells, *totals])
+        columns = ["drafter", "T", "batch", *CATEGORIES.values(), *last]
         terminal.print_table(columns, rows, title=_titled(title, twin), num_keys=3)
 
 
-def _columns(names: Sequence[str], *, wide: bool, has_sizes: bool) -> tuple[list[str], list[str]]:
-    """Returns the columns of the table, and the widest cell of each."""
-    more = ("effic.", "draft", "verify", "accept", "commit", "pass ms", "host ms") if wide else ()
-    sizes = ["batch"] if has_sizes else []
-    columns = ["drafter", "T", *sizes, "tokens/s", "speed-up", "(min-max)", "tau", *more, "same text"]
-    name = max(["plain", *names], key=len)
-    return columns, [name, "0.8", *("" for _ in sizes), "12345.6", "declined", "10.00-10.00", "10.00", *more, "480/480"]
-
-
-def _cells(row: Measurement, *, wide: bool, has_sizes: bool) -> list[str]:
+def _columns(
+    names: Sequence[str], *, wide: bool, has_sizes: bool
+) -> list[tuple[str, str, Callable[[Measurement], str]]]:  # fmt: skip
+    """Returns the columns of the table: heading, widest cell, and the cell of a measurement."""
     from foretoken.planning.verdict import is_declined
 
-    low, high = row.speed_up_spread
-    is_plain = row.num_identical is None
-    timing = [
-        f"{row.efficiency:.2f}", *(f"{row.shares[name]:.0%}" for name in ("draft", "verify", "accept", "commit")),
-        f"{row.verify_ms:.2f}", f"{row.host_ms:.2f}",
-    ]  # fmt: skip
-    return [
-        row.setup,
-        f"{row.temperature:g}",
-        *([str(row.batch_size)] if has_sizes else []),
-        f"{row.tokens_per_s:.1f}",
-        "declined" if is_declined(row) else f"{row.speed_up:.2f}",
-        "" if is_plain else f"{low:.2f}-{high:.2f}",
-        f"{row.tau:.2f}",
-        *(timing if wide else ()),
-        "" if is_plain else f"{row.num_identical}/{len(row.texts)}",
+    columns: list[tuple[str, str, Callable[[Measurement], str]]] = [
+        ("drafter", max(["plain", *names], key=len), lambda row: row.setup),
+        ("T", "0.8", lambda row: f"{row.temperature:g}"),
     ]
+    if has_sizes:
+        columns.append(("batch", "", lambda row: str(row.batch_size)))
+    columns += [
+        ("tokens/s", "12345.6", lambda row: f"{row.tokens_per_s:.1f}"),
+        ("speed-up", "declined", lambda row: "declined" if is_declined(row) else f"{row.speed_up:.2f}"),
+        ("(min-max)", "10.00-10.00", _spread),
+        ("tau", "10.00", lambda row: f"{row.tau:.2f}"),
+    ]
+    if wide:
+        columns += [
+            ("effic.", "", lambda row: f"{row.efficiency:.2f}"),
+            ("draft", "", lambda row: f"{row.shares['draft']:.0%}"),
+            ("verify", "", lambda row: f"{row.shares['verify']:.0%}"),
+            ("accept", "", lambda row: f"{row.shares['accept']:.0%}"),
+            ("commit", "", lambda row: f"{row.shares['commit']:.0%}"),
+            ("pass ms", "", lambda row: f"{row.verify_ms:.2f}"),
+            ("host ms", "", lambda row: f"{row.host_ms:.2f}"),
+        ]
+    return [*columns, ("same text", "480/480", _same_text)]
+
+
+def _spread(row: Measurement) -> str:
+    low, high = row.speed_up_spread
+    return "" if row.num_identical is None else f"{low:.2f}-{high:.2f}"
+
+
+def _same_text(row: Measurement) -> str:
+    return "" if row.num_identical is None else f"{row.num_identical}/{len(row.texts)}"
 
 
 def _print_acceptance(measurements: list[Measurement], twin: str) -> None:
@@ -246,22 +235,20 @@ def _print_acceptance(measurements: list[Measurement], twin: str) -> None:
     rows, has_sizes = [], len({row.batch_size for row in measurements}) > 1
     for row in measurements if is_lossy else drafting:
         metrics = row.metrics
-        rows.append([
-            row.setup,
-            f"{row.temperature:g}",
-            *([str(row.batch_size)] if has_sizes else []),
-            f"{metrics.tree_nodes:.1f}",
-            f"{metrics.tree_utilisation:.0%}",
-            f"{metrics.num_declined / max(metrics.steps, 1):.0%}",
-            terminal.percent_by_depth(metrics.acceptance_by_depth),
-            *([f"{row.nats_per_token:.3f}"] if is_lossy else []),
-        ])  # fmt: skip
-    columns = [
-        "drafter", "T", *(["batch"] if has_sizes else []), "nodes", "used", "not drafted", "% at depth 1, 2, ...",
-        *(["nats/token"] * is_lossy),
-    ]  # fmt: skip
+        cells = {
+            "drafter": row.setup,
+            "T": f"{row.temperature:g}",
+            **({"batch": str(row.batch_size)} if has_sizes else {}),
+            "nodes": f"{metrics.tree_nodes:.1f}",
+            "used": f"{metrics.tree_utilisation:.0%}",
+            "not drafted": f"{metrics.num_declined / max(metrics.steps, 1):.0%}",
+            "% at depth 1, 2, ...": terminal.percent_by_depth(metrics.acceptance_by_depth),
+            **({"nats/token": f"{row.nats_per_token:.3f}"} if is_lossy else {}),
+        }
+        rows.append(cells)
     title = "accepted at each depth, % of the passes whose tree reached it"
-    terminal.print_table(columns, rows, title=_titled(title, twin), num_keys=2 + has_sizes)
+    columns, cells_of = list(rows[0]), [list(cells.values()) for cells in rows]
+    terminal.print_table(columns, cells_of, title=_titled(title, twin), num_keys=2 + has_sizes)
 
 
 _SPEED_BENCH = ("texts", "AL", "tokens/s a user", "tokens/s of all", "% at depth 1, 2, ...")
@@ -416,17 +403,8 @@ def _save(path: Path, results: dict[str, Any]) -> None:
 def _print_load(results: dict[str, Any]) -> None:
     from foretoken.bench.serving import LATENCIES
 
-    head = (
-        "model_id",
-        "acceptance",
-        "backend",
-        "num_prompts",
-        "max_concurrency",
-        "request_rate",
-        "burstiness",
-        "max_tokens",
-    )
-    terminal.conditions({name: results[name] for name in (*head, "temperature", "seed")})
+    head = ("model_id", "acceptance", "backend", "num_prompts", "max_concurrency", "request_rate", "burstiness")
+    terminal.conditions({name: results[name] for name in (*head, "max_tokens", "temperature", "seed")})
     figures = ("mean", "median", "std", "p90", "p99")
     rows = [
         [name.upper(), *(_number(results[f"{figure}_{name}_ms"]) for figure in figures)]

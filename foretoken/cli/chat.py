@@ -1,10 +1,16 @@
-"""`foretoken chat`: a conversation in the terminal, with every accepted token in its drafter's colour."""
+"""`foretoken chat`: a conversation in the terminal, with every accepted token in its drafter's colour.
+
+`foretoken generate --show` prints texts in the same way.
+"""
 
 from __future__ import annotations
 
+import os
 import sys
+import unicodedata
+from collections import Counter
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
 import typer
 
@@ -13,11 +19,12 @@ from foretoken.core.errors import RequestError
 from foretoken.files.bounded_reads import MOST_TEXT_BYTES
 
 if TYPE_CHECKING:
-    from foretoken.cli.shown_tokens import ShownTokens
+    from collections.abc import Iterable
+
     from foretoken.core.records import StepRecord
+    from foretoken.core.results import StreamChunk
     from foretoken.core.sampling_params import SamplingParams
     from foretoken.entrypoints.llm import LLM
-    from foretoken.text.codec import Codec
 
 _PROMPT = "> "
 _HELP = "/reset forgets the conversation, /exit or Ctrl-D ends it, Ctrl-C ends an answer."
@@ -47,11 +54,7 @@ def chat(
 
     /reset forgets the conversation, /exit or Ctrl-D ends it, and Ctrl-C ends an answer.
     """
-    clock = terminal.StartClock()
-    with clock.stage("libraries"):
-        from foretoken.entrypoints.llm import LLM
-        from foretoken.text.codec import Codec
-
+    clock = options.started_clock()
     setup = drafter.setup("chat", model)
     stops = [options.checked(one, "--stop") for one in stop or ()]
     given = sampling.given(seed=seed, max_tokens=max_tokens, stop=stops)
@@ -59,15 +62,10 @@ def chat(
     told = None if system is None else options.checked(system, "--system")
     loaded, tokenizer = loading.load(model, clock=clock)
     params = sampling.params(loaded, given, temperature=0.0, max_tokens=None)
-    answers = _Answers((color and not no_color) if color or no_color else None)
-    with options.runner_stage(clock, loaded):
-        llm = LLM(
-            loaded, speculative_config=setup.config, tokenizer=tokenizer, max_num_seqs=1, runner=loading.runner,
-            on_step=answers.add_step,
-        )  # fmt: skip
+    answers = _Answers(params, template, wished_colour(color=color, no_color=no_color))
+    answers.llm = loading.make_llm(loaded, tokenizer, setup, clock, max_num_seqs=1, on_step=answers.add_step)
     if verbose:
-        options.note_start(clock, llm)
-    answers.use_model(llm, Codec(tokenizer, loaded.vocab_size), params, template)
+        options.note_start(clock, answers.llm)
     _talk(answers, [] if told is None else [{"role": "system", "content": told}])
 
 
@@ -110,12 +108,11 @@ def _next_line() -> str | None:
 
 
 class _Answers:
-    def __init__(self, colour: bool | None) -> None:
-        self._colour = colour
-        self._shown: ShownTokens | None = None
+    llm: LLM  # set once it is made: it needs `add_step`
 
-    def use_model(self, llm: LLM, codec: Codec, params: SamplingParams, template: str | None) -> None:
-        self._llm, self._codec, self._params, self._template = llm, codec, params, template
+    def __init__(self, params: SamplingParams, template: str | None, colour: bool | None) -> None:
+        self._params, self._template, self._colour = params, template, colour
+        self._shown: ShownTokens | None = None
 
     def add_step(self, record: StepRecord) -> None:
         if self._shown is not None:
@@ -125,16 +122,13 @@ class _Answers:
         self._prompt([*beginning, {"role": "user", "content": "?"}])
 
     def print_answer(self, messages: list[dict[str, str]]) -> str:
-        from foretoken.cli.shown_tokens import ShownTokens
-
-        prompt = self._prompt(messages)
-        chunks = self._llm.stream(prompt, self._params)  # refuses the prompt before anything is printed
-        self._shown = ShownTokens(self._codec, prompt["prompt_token_ids"], colour=self._colour, raw=False)
+        chunks = self.llm.stream(self._prompt(messages), self._params)  # refuses the prompt before anything is printed
+        self._shown = ShownTokens(self._colour, raw=False)
         parts: list[str] = []
         ending: str | None = "interrupted"
         try:
             for chunk in chunks:
-                self._shown.write_text(chunk.text)
+                self._shown.write(chunk)
                 parts.append(chunk.text)
                 ending = chunk.finish_reason
         except KeyboardInterrupt:
@@ -149,7 +143,7 @@ class _Answers:
 
     def _prompt(self, messages: list[dict[str, str]]) -> dict[str, Any]:
         try:
-            return self._llm.chat_prompts(messages, chat_template=self._template)[0]
+            return self.llm.chat_prompts(messages, chat_template=self._template)[0]
         except RequestError as err:
             if self._template is None and "no chat template" in str(err):
                 raise RequestError(
@@ -157,3 +151,101 @@ class _Answers:
                     "template. Pass --chat-template FILE, or use `foretoken generate`."
                 ) from err
             raise
+
+
+DIM = "2"
+COLOURS = ("32", "36", "35", "33", "34", "31", "92", "96", "95", "93", "94", "91")  # SGR codes
+_JOINER = "\u200d"
+
+
+def wished_colour(*, color: bool, no_color: bool) -> bool | None:
+    """Returns the wish of --color and --no-color, the stronger one; None to decide by the streams."""
+    return color and not no_color if color or no_color else None
+
+
+def has_colours(stream: TextIO, wish: bool | None) -> bool:
+    """Decides whether to colour a stream; without the user's `wish` by the stream and https://no-color.org."""
+    if wish is not None:
+        return wish
+    return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+
+
+def painted(text: str, colour: str | None) -> str:
+    """Returns a text in a colour; None for no colour."""
+    return text if colour is None or not text else f"\x1b[{colour}m{text}\x1b[0m"
+
+
+def runs(characters: Iterable[tuple[str, str | None]]) -> list[tuple[str, str | None]]:
+    """Groups characters with their colours into runs of one colour.
+
+    A character that a terminal joins to the previous one (a combining mark, a variation selector, a part of an emoji)
+    has the same colour: an escape sequence between them would separate them.
+    """
+    found: list[tuple[str, str | None]] = []
+    last = ""
+    for char, colour in characters:
+        is_joined = _JOINER in (last, char) or unicodedata.category(char) in {"Mn", "Me", "Mc"}
+        if found and (found[-1][1] == colour or is_joined):
+            found[-1] = (found[-1][0] + char, found[-1][1])
+        else:
+            found.append((char, colour))
+        last = char
+    return found
+
+
+def safe_and_painted(characters: Iterable[tuple[str, str | None]], *, is_visible: bool) -> str:
+    """Returns coloured text; `is_visible` turns control characters into escapes."""
+    return "".join(painted(terminal.visible(text) if is_visible else text, colour) for text, colour in runs(characters))
+
+
+class ShownTokens:
+    """Prints one completion: the target's own tokens are plain, accepted tokens have their drafter's colour."""
+
+    def __init__(self, colour: bool | None, *, raw: bool) -> None:
+        """Begins a text.
+
+        `colour` is the wish of the command line, None to decide by the streams. `raw` shows control characters
+        unescaped on a terminal.
+        """
+        self._counts: Counter[tuple[str, ...]] = Counter()  # tokens by their drafters; none for the target's own
+        self._colours: dict[tuple[str, ...], str] = {}
+        self._passes = 0
+        self._is_coloured = has_colours(sys.stdout, colour)
+        self._is_legend_coloured = has_colours(sys.stderr, colour)
+        self._is_visible = sys.stdout.isatty() and not raw
+
+    def add_step(self, record: StepRecord) -> None:
+        """Takes note of an iteration; called before the iteration's text is written."""
+        step = record.sequences[0]
+        self._passes += 1
+        self._counts[()] += max(len(step.tokens) - step.num_accepted, 0)
+        self._counts.update(step.accepted_from)
+        for origin in step.accepted_from:
+            self._colours.setdefault(origin, COLOURS[len(self._colours) % len(COLOURS)])
+
+    def write_prompt(self, text: str) -> None:
+        """Writes the prompt, dimmed."""
+        self._write([(char, DIM) for char in text])
+
+    def write(self, chunk: StreamChunk) -> None:
+        """Writes the text of a chunk."""
+        self._write([(char, self._colours.get(part.accepted_from)) for part in chunk.parts for char in part.text])
+
+    def note_summary(self) -> None:
+        """Prints on standard error the legend of the colours, and how many tokens came from each drafter."""
+        num_tokens = self._counts.total()
+        shares = {origin: f"{count} ({count / max(num_tokens, 1):.0%})" for origin, count in self._counts.items()}
+        parts = [
+            f"{painted(terminal.visible(' and '.join(origin)), colour if self._is_legend_coloured else None)} "
+            f"{shares[origin]}"
+            for origin, colour in self._colours.items()
+        ]
+        own = f"tokens: the target's own {shares.get((), '0 (0%)')}"
+        tau = num_tokens / max(self._passes, 1)
+        terminal.side_output(f"[{', '.join([own, *parts])}; tau {tau:.2f}]\n")
+
+    def _write(self, characters: list[tuple[str, str | None]]) -> None:
+        if not self._is_coloured:
+            characters = [(char, None) for char, _ in characters]
+        sys.stdout.write(safe_and_painted(characters, is_visible=self._is_visible))
+        sys.stdout.flush()

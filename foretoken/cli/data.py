@@ -48,17 +48,9 @@ def index(
         )
 
     terminal.print_note(f"sorting the suffixes of {len(packed.tokens)} tokens")
-    with ending_cleanly():
-        made = write_datastore(
-            out,
-            packed.tokens,
-            vocab_size=packed.meta["vocab_size"],
-            eos_id=packed.meta["eos_id"],
-            tokenizer_sha=packed.meta["tokenizer_sha"],
-            tokens_sha256=packed.meta["tokens_sha256"],
-            force=force,
-            on_round=show,
-        )
+    facts = {name: packed.meta[name] for name in ("vocab_size", "eos_id", "tokenizer_sha", "tokens_sha256")}
+    with _ending_cleanly():
+        made = write_datastore(out, packed.tokens, **facts, force=force, on_round=show)
     seconds = time.perf_counter() - begin
     if as_json:
         options.print_json({
@@ -82,8 +74,7 @@ def vocab(
     """
     from foretoken.training.data.packed import PackedTokens, count_vocabulary
 
-    if out.exists() or out.is_symlink():
-        raise ConfigError(f"'{out}' exists already. Expected a new file. Choose another or remove it.")
+    options.check_absent(out, "file")
     counted = count_vocabulary(PackedTokens.open(data), size)
     counted.vocabulary.write(out)
     if counted.num_filled:
@@ -106,7 +97,7 @@ def data(
     target: Annotated[
         str,
         typer.Argument(
-            parser=options.local_place, help=f"Target, whose tokenizer encodes the text: {options.MODEL_FORMS}."
+            parser=options.local_path, help=f"Target, whose tokenizer encodes the text: {options.MODEL_FORMS}."
         ),
     ],
     out: Annotated[Path, typer.Option(help="Directory to make: train/ and perhaps held_out/.")],
@@ -183,19 +174,16 @@ def data(
     if dataset is not None:
         sources.append(dataset_source(dataset, config=dataset_config, split=split, text_column=text_column))
     plan = CorpusPlan(
-        sources=sources,
-        held_out_fraction=held_out_fraction,
+        sources=sources, held_out_fraction=held_out_fraction, num_documents=num_documents, max_tokens=max_tokens,
         held_out_sources=[file_source(held_out, text_column=text_column)] if held_out is not None else [],
-        num_documents=num_documents,
-        max_tokens=max_tokens,
-    )
+    )  # fmt: skip
     meta: dict[str, Any] = {"target": target}
     if self_distill:
         settings = DistillSettings(
             prompt_tokens=prompt_tokens, max_new_tokens=max_new_tokens, temperature=temperature, seed=seed
         )
         meta["self_distillation"] = {**asdict(settings), "supervise_all": supervise_all}
-    with ending_cleanly(), _shown() as on_progress:
+    with _ending_cleanly(), _shown() as on_progress:
         if self_distill:
             llm = _target(target, texts, loading, batch_size)
             tokenizer, vocab_size = llm.tokenizer, llm.target.vocab_size
@@ -218,9 +206,9 @@ def data(
 
 
 def _file_of_responses(given: Path | None, out: Path) -> Path:
-    place = out.resolve()
-    responses = given if given is not None else place.with_name(f"{place.name}.generated.jsonl")
-    if place in responses.resolve().parents:
+    path = out.resolve()
+    responses = given if given is not None else path.with_name(f"{path.name}.generated.jsonl")
+    if path in responses.resolve().parents:
         raise ConfigError(
             f"--generated '{responses}' lies in --out '{out}'. Expected a file outside, for OUT is replaced."
         )
@@ -240,18 +228,14 @@ def _tokenizer(target: str) -> Any:
 
 def _target(target: str, drafter: list[str] | None, loading: options.LoadOptions, batch_size: int) -> LLM:
     from foretoken.entrypoints.config import checked_setup
-    from foretoken.entrypoints.llm import LLM
 
     setup = checked_setup(drafter[0] if drafter else "plain", target=target)
     options.check_has_target_text("data", setup)
-    loaded, tokenizer = loading.load(target)
-    return LLM(
-        loaded, speculative_config=setup.config, tokenizer=tokenizer, max_num_seqs=batch_size, runner=loading.runner
-    )
+    return loading.make_llm(*loading.load(target), setup, max_num_seqs=batch_size)
 
 
 @contextmanager
-def ending_cleanly() -> Iterator[None]:
+def _ending_cleanly() -> Iterator[None]:
     """Makes SIGTERM end the work as Ctrl-C does, so that half-written directories are removed."""
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -298,29 +282,23 @@ def _line(progress: DataProgress) -> str:
 
 
 def _report(target: str, out: Path, corpus: Corpus, *, as_json: bool) -> None:
-    parts = {}
-    for name, packed in corpus.parts.items():
-        meta = packed.meta
-        parts[name] = {
+    metas = {name: packed.meta for name, packed in corpus.parts.items()}
+    parts = {
+        name: {
             "documents": meta["num_documents"],
             "tokens": meta["num_tokens"],
             "supervised": meta["num_supervised"],
             "supervised_share": meta["num_supervised"] / meta["num_tokens"],
             "tokens_sha256": meta["tokens_sha256"],
         }
+        for name, meta in metas.items()
+    }
     seconds, tokens_per_s = corpus.progress.seconds, corpus.progress.tokens_per_s
     if as_json:
-        options.print_json(
-            {
-                "target": target,
-                "out": str(out),
-                **parts,
-                "skipped": dict(corpus.skipped),
-                "resumed": corpus.num_resumed,
-                "seconds": seconds,
-                "tokens_per_s": tokens_per_s,
-            }
-        )
+        options.print_json({
+            "target": target, "out": str(out), **parts, "skipped": dict(corpus.skipped),
+            "resumed": corpus.num_resumed, "seconds": seconds, "tokens_per_s": tokens_per_s,
+        })  # fmt: skip
         return
     for name, part in parts.items():
         terminal.print_line(

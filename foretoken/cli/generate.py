@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections import Counter
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from foretoken.cli import options, terminal
-from foretoken.core.errors import ConfigError
+from foretoken.cli.chat import ShownTokens, wished_colour
+from foretoken.core.errors import ConfigError, RequestError
 from foretoken.core.records import DrafterShares
+from foretoken.files.bounded_reads import read_stream
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from foretoken.cli.shown_tokens import ShownTokens
     from foretoken.core.records import Declined, StepRecord
     from foretoken.core.sampling_params import SamplingParams
     from foretoken.entrypoints.llm import LLM
@@ -70,10 +69,7 @@ def generate(
     no_color: Annotated[bool, typer.Option("--no-color", help="Leave colours out, as NO_COLOR does.")] = False,
     trace: Annotated[
         Path | None,
-        typer.Option(
-            metavar="PATH",
-            help="Write the fate of every drafted token, one JSON line an iteration, for `foretoken report`.",
-        ),
+        typer.Option(help="Write the fate of every drafted token, one JSON line an iteration, for `foretoken report`."),
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace the file of --trace.")] = False,
     as_json: options.AsJson = False,
@@ -83,134 +79,122 @@ def generate(
     The text is the text of the target alone. Statistics go to standard error. The last two lines compare the run with
     plain decoding, which is not run: its seconds are estimated from passes of this run.
     """
-    text = options.read_prompt(prompt, file)
+    text = _read_prompt(prompt, file)
     request = text if prediction is None else {"prompt": text, "prediction": options.read_text(prediction)}
     stops = [options.checked(one, "--stop") for one in stop or ()]
     if show and as_json:
         raise ConfigError("--show and --json exclude each other. Pass one of them.")
     if trace is not None:
         options.check_new_file(trace, "--trace", force=force)
-    clock = terminal.StartClock()
-    with clock.stage("libraries"):
-        from foretoken.entrypoints.llm import LLM
-
+    clock = options.started_clock()
     setup = drafter.setup("generate", model)
     given = sampling.given(min_p=min_p, seed=seed, max_tokens=max_tokens, stop=stops, ignore_eos=ignore_eos)
     loaded, tokenizer = loading.load(model, clock=clock)
     if max_tokens is not None:
         options.check_max_tokens(max_tokens, loaded)
     params = sampling.params(loaded, given, temperature=0.0, max_tokens=128)
-    watch = _Watch(
-        loaded,
-        tokenizer,
-        text,
-        show=show,
-        color=(color and not no_color) if color or no_color else None,
-        raw=raw,
-        trace=trace,
+    watch = _Watch(loaded, tokenizer, text, trace=trace)
+    if show:
+        watch.shown = ShownTokens(wished_colour(color=color, no_color=no_color), raw=raw)
+    llm = loading.make_llm(
+        loaded, tokenizer, setup, clock, max_num_seqs=1, on_step=watch.add_step, trace=trace is not None
     )
-    with options.runner_stage(clock, loaded):
-        llm = LLM(
-            loaded, speculative_config=setup.config, tokenizer=tokenizer, max_num_seqs=1, runner=loading.runner,
-            on_step=watch.add_step, trace=trace is not None,
-        )  # fmt: skip
-    drafts = watch.drafts
     if verbose:
         options.note_start(clock, llm)
     header = options.run_header(loaded, runner=llm.target.name, setup=setup.name)
     names = ("max_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed")
-    conditions = {
+    watch.conditions = {
         **header, "drafters": [each.name for each in llm.drafters], **{name: getattr(params, name) for name in names},
     }  # fmt: skip
+    has_drafter = setup.config is not None
     if as_json:
-        output = llm.generate(request, params)[0]
-        completion = output.outputs[0]
-        watch.write_trace(conditions, completion.text, completion.finish_reason)
         options.print_json({
             **header, "runner_choice": llm.target.choice, "load_seconds": clock.seconds,
-            "prompt_token_ids": output.prompt_token_ids,
-            **{name: getattr(completion, name) for name in ("token_ids", "text", "finish_reason", "stop_reason")},
-            "metrics": output.metrics.as_dict(), "verdict": watch.verdict.as_dict(),
-            "not_drafted": drafts.as_dict() if setup.config is not None else None,
+            **_answer(llm, request, params, watch), "verdict": watch.verdict.as_dict(),
+            "not_drafted": watch.drafts.as_dict() if has_drafter else None,
         })  # fmt: skip
         return
-    try:
-        written, ending = _stream(llm, request, text, params, watch)
-    except KeyboardInterrupt:
-        watch.write_trace(conditions, None, None)
-        raise
-    watch.write_trace(conditions, written, ending)
-    if drafts.declined is not None:
-        terminal.print_note(f"[{drafts.declined_line()}]")
-    if verbose and setup.config is not None:
-        terminal.print_note(f"[{drafts.line()}]")
-        terminal.print_note(f"[{drafts.shares_line()}]")
+    _stream(llm, request, text, params, watch, raw=raw)
+    watch.drafts.note(is_verbose=verbose and has_drafter)
     asked = " ".join(drafter.texts or ())
-    for sentence in watch.verdict.sentences(model, None if setup.config is None else setup.name, asked):
+    for sentence in watch.verdict.sentences(model, setup.name if has_drafter else None, asked):
         terminal.print_note(f"[{sentence}]")
 
 
-def _stream(llm: LLM, request: Prompt, text: str, params: SamplingParams, watch: _Watch) -> tuple[str, str | None]:
-    """Prints a prompt, its completion and statistics, after Ctrl-C too; returns the text and its finish reason."""
-    begin = time.perf_counter()
-    num_tokens = passes = 0
+def _read_prompt(prompt: str | None, file: Path | None) -> str:
+    if prompt is not None and file is not None:
+        raise RequestError("a prompt came both as text and as --file. Pass one of them.")
+    if file is not None:
+        return options.read_text(file)
+    if prompt is not None:
+        return options.checked(prompt, "--prompt")
+    if sys.stdin.isatty():
+        raise RequestError("there is no prompt. Pass --prompt, --file, or text on standard input.")
+    return options.decode(read_stream(sys.stdin.buffer, "standard input"), "standard input")
+
+
+def _answer(llm: LLM, request: Prompt, params: SamplingParams, watch: _Watch) -> dict[str, Any]:
+    output = llm.generate(request, params)[0]
+    completion = output.outputs[0]
+    watch.write_trace(completion.text, completion.finish_reason)
+    return {
+        "prompt_token_ids": output.prompt_token_ids,
+        **{name: getattr(completion, name) for name in ("token_ids", "text", "finish_reason", "stop_reason")},
+        "metrics": output.metrics.as_dict(),
+    }
+
+
+def _stream(llm: LLM, request: Prompt, text: str, params: SamplingParams, watch: _Watch, *, raw: bool) -> None:
+    """Prints a prompt, its completion and statistics, and writes the trace; after Ctrl-C too."""
+    begin, shown, num_tokens = time.perf_counter(), watch.shown, 0
     parts: list[str] = []
     ending: str | None = None
     chunks = llm.stream(request, params)  # refuses the prompt before anything is printed
-    watch.print_prompt(text)
+    if shown is None:
+        terminal.print_text(text, raw=raw)
+    else:
+        shown.write_prompt(text)
     try:
         for chunk in chunks:
             num_tokens += len(chunk.token_ids)
-            passes += 1
             parts.append(chunk.text)
-            watch.print(chunk.text)
             ending = chunk.finish_reason
+            if shown is None:
+                terminal.print_text(chunk.text, raw=raw)
+            else:
+                shown.write(chunk)
     except KeyboardInterrupt:
-        watch.print_summary(num_tokens, passes, time.perf_counter() - begin, ", interrupted")
+        watch.print_summary(num_tokens, len(parts), time.perf_counter() - begin, ", interrupted")
+        watch.write_trace(None, None)
         raise
     is_cut = ending == "length" and num_tokens < (params.max_tokens or 0)
     limit = f", ended by the context of {llm.target.context_len} tokens" if is_cut else ""
-    watch.print_summary(num_tokens, passes, time.perf_counter() - begin, limit)
-    return "".join(parts), ending
+    watch.print_summary(num_tokens, len(parts), time.perf_counter() - begin, limit)
+    watch.write_trace("".join(parts), ending)
 
 
 class _Watch:
-    def __init__(
-        self,
-        loaded: LoadedModel,
-        tokenizer: Any,
-        prompt: str,
-        *,
-        show: bool,
-        color: bool | None,
-        raw: bool,
-        trace: Path | None,
-    ) -> None:
+    """Gets the iterations: for the statistics, for the colours of `shown`, and for a trace."""
+
+    def __init__(self, loaded: LoadedModel, tokenizer: Any, prompt: str, *, trace: Path | None) -> None:
         from foretoken.planning.verdict import RunVerdict
 
         self.drafts, self.verdict = _Drafts(), RunVerdict()
+        self.shown: ShownTokens | None = None
+        self.conditions: dict[str, Any] = {}
         self._trace, self._prompt = trace, prompt
-        self._shown: ShownTokens | None = None
         self._recorder: TraceRecorder | None = None
-        self.print_prompt: Callable[[str], None] = partial(terminal.print_text, raw=raw)
-        self.print: Callable[[str], None] = self.print_prompt
-        if not show and trace is None:
-            return
-        from foretoken.cli.shown_tokens import ShownTokens
-        from foretoken.report.trace_file import TraceRecorder
-        from foretoken.text.codec import Codec
-        from foretoken.text.prompts import PromptReader
-
-        codec = Codec(tokenizer, loaded.vocab_size)
-        prompt_ids = PromptReader(codec, loaded.vocab_size, loaded.context_len).read_prompt(prompt).token_ids
-        if show:
-            self._shown = ShownTokens(codec, prompt_ids, colour=color, raw=raw)
-            self.print_prompt, self.print = self._shown.write_prompt, self._shown.write_text
         if trace is not None:
-            self._recorder = TraceRecorder(codec, prompt_ids)
+            from foretoken.report.trace_file import TraceRecorder
+            from foretoken.text.codec import Codec
+            from foretoken.text.prompts import PromptReader
+
+            codec = Codec(tokenizer, loaded.vocab_size)
+            reader = PromptReader(codec, loaded.vocab_size, loaded.context_len)
+            self._recorder = TraceRecorder(codec, reader.read_prompt(prompt).token_ids)
 
     def add_step(self, record: StepRecord) -> None:
-        for each in (self.drafts, self.verdict, self._shown, self._recorder):
+        for each in (self.drafts, self.verdict, self.shown, self._recorder):
             if each is not None:
                 each.add_step(record)
 
@@ -220,19 +204,21 @@ class _Watch:
             f"[{num_tokens} tokens in {passes} target passes, {num_tokens / max(passes, 1):.2f} a pass, "
             f"{num_tokens / seconds:.1f} tokens/s, prefill included{ending}]"
         )
-        if self._shown is not None:
-            self._shown.note_summary()
+        if self.shown is not None:
+            self.shown.note_summary()
 
-    def write_trace(self, conditions: dict[str, Any], text: str | None, finish_reason: str | None) -> None:
+    def write_trace(self, text: str | None, finish_reason: str | None) -> None:
         if self._recorder is not None and self._trace is not None:
             self._recorder.write_file(
-                self._trace, conditions=conditions, prompt=self._prompt, text=text, finish_reason=finish_reason
+                self._trace, conditions=self.conditions, prompt=self._prompt, text=text, finish_reason=finish_reason
             )
 
 
 class _Drafts:
+    """Counts the passes without a draft, by their reason."""
+
     def __init__(self) -> None:
-        self.declined: Declined | None = None
+        self._declined: Declined | None = None
         self._error: str | None = None
         self._num_passes = 0
         self._shares = DrafterShares()
@@ -242,28 +228,28 @@ class _Drafts:
         if record.sequences[0].ends_prompt:
             return
         self._num_passes += 1
-        self.declined, self._error = record.declined or self.declined, record.draft_error or self._error
+        self._declined, self._error = record.declined or self._declined, record.draft_error or self._error
         self._shares += DrafterShares.of_step(record.sequences[0], record)
         if not record.sequences[0].num_drafted:
             self._reasons[_why_not(record)] += 1
 
-    def declined_line(self) -> str:
-        return f"did not draft in {self._reasons['declined']} of {self._num_passes} passes: {self.declined}"
-
-    def line(self) -> str:
-        counts = ", ".join(f"{reason} in {count}" for reason, count in self._reasons.most_common())
-        error = "" if self._error is None else f"; the last failure: {self._error}"
-        return (
-            f"nothing drafted in {self._reasons.total()} of {self._num_passes} passes{counts and f': {counts}'}{error}"
-        )
-
-    def shares_line(self) -> str:
-        return "; ".join(f"{name} {share}" for name, share in self._shares.items()) or "no drafter was asked"
+    def note(self, *, is_verbose: bool) -> None:
+        """Says why passes had no draft; `is_verbose` also counts every reason, and what each drafter brought."""
+        if self._declined is not None:
+            skipped = f"{self._reasons['declined']} of {self._num_passes} passes"
+            terminal.print_note(f"[did not draft in {skipped}: {self._declined}]")
+        if is_verbose:
+            counts = ", ".join(f"{reason} in {count}" for reason, count in self._reasons.most_common())
+            error = "" if self._error is None else f"; the last failure: {self._error}"
+            passes = f"{self._reasons.total()} of {self._num_passes} passes{counts and f': {counts}'}"
+            terminal.print_note(f"[nothing drafted in {passes}{error}]")
+            shares = "; ".join(f"{name} {share}" for name, share in self._shares.items())
+            terminal.print_note(f"[{shares or 'no drafter was asked'}]")
 
     def as_dict(self) -> dict[str, object]:
         return {
             "passes": dict(self._reasons),
-            "declined": None if self.declined is None else str(self.declined),
+            "declined": None if self._declined is None else str(self._declined),
             "draft_error": self._error,
         }
 
@@ -286,7 +272,7 @@ def report(
     ],
     out: Annotated[
         Path | None,
-        typer.Option(metavar="PATH", help="The page. Default: RUN with the ending .html, or RUN/report.html."),
+        typer.Option(help="The page. Default: RUN with the ending .html, or RUN/report.html."),
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace the page.")] = False,
 ) -> None:
@@ -294,13 +280,12 @@ def report(
 
     The page is one file that needs no network: summary, text, trees, and the results and pictures of sweeps in RUN.
     """
-    from foretoken.core.errors import ConfigError
     from foretoken.files.atomic_files import told_as, write_file
     from foretoken.report.page import read_run, render
 
-    place = out or (run / "report.html" if run.is_dir() else run.with_suffix(".html"))
+    page = out or (run / "report.html" if run.is_dir() else run.with_suffix(".html"))
     found = read_run(run)
-    options.check_new_file(place, "the page", force=force)
-    with told_as(ConfigError, f"'{place}'", "Expected a place for a file that may be written to. Name one with --out."):
-        write_file(place, render(found))
-    terminal.print_line(str(place))
+    options.check_new_file(page, "the page", force=force)
+    with told_as(ConfigError, f"'{page}'", "Expected a place for a file that may be written to. Name one with --out."):
+        write_file(page, render(found))
+    terminal.print_line(str(page))

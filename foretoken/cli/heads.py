@@ -1,159 +1,44 @@
-"""Commands on files of heads and models: `foretoken inspect`, `foretoken convert` and `foretoken doctor`."""
+"""Commands that convert and check drafters: `foretoken convert`, `foretoken doctor` and `foretoken verify`."""
 
 from __future__ import annotations
 
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from foretoken.cli import options, terminal
+from foretoken.cli.terminal import progress
 from foretoken.core.errors import ConfigError, ModelError, nearest_name_hint
 
 if TYPE_CHECKING:
+    import torch
+
     from foretoken.bench.loss import Loss
+    from foretoken.bench.verify import Comparison
+    from foretoken.bench.workload import Workload
+    from foretoken.entrypoints.config import Setup
     from foretoken.formats.checkpoint import HeadCheckpoint, TargetInfo
-    from foretoken.models.loaded import LoadedModel
-    from foretoken.text.prompt_rows import PromptRow
+    from foretoken.models.loading import LoadedModel
     from foretoken.training.doctor.checks import Check
-    from foretoken.training.doctor.examine import Examination
-
-
-def inspect(
-    place: Annotated[
-        str,
-        typer.Argument(
-            parser=options.local_place, help=f"A head's directory or file; or a model: {options.MODEL_FORMS}."
-        ),
-    ],
-    target: Annotated[
-        str | None,
-        typer.Option(
-            parser=options.local_place,
-            help="A head's target, with safetensors: completes the head's facts, and is compared with it.",
-        ),
-    ] = None,
-    verify: Annotated[bool, typer.Option("--verify", help="Read all tensors, and report faults.")] = False,
-    original: Annotated[
-        str | None,
-        typer.Option(
-            metavar="PATH",
-            parser=options.local_place,
-            help="Model that the target in 4 or 8 bits was quantized from: measures perplexity, KL divergence and "
-            "greedy tokens beside it.",
-        ),
-    ] = None,
-    text: options.HeldOut = "heldout",
-    as_json: options.AsJson = False,
-) -> None:
-    """Print what a directory or file holds: a target's architecture, sizes, dtype, tokenizer; or a head's format.
-
-    With --verify (or --target, or in a foreign format) a head is read completely: numbers that are not finite, and
-    tensors that are missing, unknown or of a wrong shape, are errors. With --verify a target's tensors are compared
-    with its architecture, and their numbers are read.
-    """
-    from foretoken.models.names import is_gguf
-
-    directory = options.directory_of(place)
-    is_file = is_gguf(directory)
-    is_quick = target is None and original is None and not verify
-    facts = _quick_facts(directory) if is_quick and not is_file else None
-    if facts is None and not is_file:
-        facts = _head_facts(directory, target, verify=verify)
-    if facts is not None and original is not None:
-        raise ConfigError(f"'{directory}' is a head, which has no --original. Expected a target in 4 or 8 bits.")
-    if facts is None:
-        from foretoken.bench.quality import QUALITY_KEY, read_quality
-        from foretoken.models.describe import describe_directory, describe_gguf
-
-        facts = describe_gguf(directory, verify=verify) if is_file else describe_directory(directory)
-        if original is not None:
-            from foretoken.cli.quantize import measured_quality
-
-            quality = measured_quality(directory, original, text)
-            facts |= {} if quality is None else {QUALITY_KEY: quality.model_dump()}
-        read_quality(facts, str(directory))
-        if verify and not is_file:
-            from foretoken.models.weight_files import weight_findings
-
-            found = weight_findings(directory)
-            facts |= {**({"warnings": found.warnings} if found.warnings else {}), "findings": found.findings}
-    has_findings = bool(facts.get("findings"))
-    if as_json:
-        options.print_json(facts)
-    else:
-        _print_facts(facts)
-    if has_findings:
-        raise typer.Exit(1)
-
-
-def _quick_facts(directory: Path) -> dict[str, Any] | None:
-    from foretoken.formats.describe import native_facts
-    from foretoken.models.describe import describe_plain
-
-    head = native_facts(directory)
-    return describe_plain(directory) if head is None else {"directory": str(directory), **head}
-
-
-def _head_facts(directory: Path, target: str | None, *, verify: bool) -> dict[str, Any] | None:
-    from foretoken.formats import describe
-    from foretoken.formats.checkpoint import TargetInfo
-    from foretoken.formats.registry import holds_head, read_head
-
-    if not holds_head(directory):
-        return None
-    around = TargetInfo() if target is None else TargetInfo.of_directory(target)
-    with describe.kept_warnings() as warnings:
-        name, checkpoint = read_head(
-            directory,
-            target=around.fingerprint,
-            base_config=around.config,
-            weights=None if target is None else around.loaded,
-        )
-    facts = {"directory": str(directory), **describe.describe_head(name, checkpoint)}
-    if around.fingerprint is not None and checkpoint.target is not None:
-        warnings += checkpoint.target.differences(around.fingerprint)
-    if not verify:
-        return facts | ({"warnings": warnings} if warnings else {})
-    tensors = describe.describe_tensors(checkpoint)
-    return facts | {"tensors": tensors, "findings": [*warnings, *describe.suspicious_tensors(tensors)]}
-
-
-def _print_facts(facts: dict[str, Any]) -> None:
-    lists = {key: facts.pop(key) for key in ("tensors", "warnings", "findings") if key in facts}
-    width = max(map(len, facts))
-    for key, value in facts.items():
-        terminal.fact(key, _shown_fact(key, value), width)
-    for row in lists.get("tensors", []):
-        terminal.print_line(
-            f"  {row['tensor']}  {row['shape']}  {row['dtype']}  largest {row['largest']:.3g}  norm {row['norm']:.3g}"
-        )
-    for message in [*lists.get("warnings", []), *lists.get("findings", [])]:
-        terminal.prose(f"warning: {message}")
-    if lists.get("findings") == []:
-        terminal.print_line("no findings: every tensor is there, of the right shape and finite")
-
-
-def _shown_fact(key: str, value: Any) -> str:
-    if key == "acceptance":
-        firsts = [row[0] if isinstance(row, list) and row else row for row in value]
-        return "first candidates " + " ".join(map(str, firsts))
-    if key == "rounding_quality":
-        from foretoken.bench.quality import Quality
-
-        return str(Quality(**value))
-    if key == "weight_dtypes" and isinstance(value, dict):
-        return ", ".join(f"{name} {each['bytes'] / 2**20:.1f} MiB ({each['tensors']})" for name, each in value.items())
-    if isinstance(value, dict):
-        scalars = {name: part for name, part in value.items() if not isinstance(part, dict | list)}
-        return ", ".join(f"{name.replace('_', ' ')} {part}" for name, part in scalars.items())
-    return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
-
 
 _DTYPES = ("float16", "bfloat16", "float32")
 _NUM_HEADS = "Keep the first N heads; an error when the tensors hold fewer."
 _NUM_LAYERS = "Layers of each head; an error when the tensors have others."
+
+
+def checked_dtype(name: str | None) -> torch.dtype | None:
+    """Returns the dtype of a checkpoint to write; raises `ConfigError` for a name that is not one of `_DTYPES`."""
+    import torch
+
+    if name is None:
+        return None
+    if name not in _DTYPES:
+        raise ConfigError(f"dtype '{name}' does not exist here. {nearest_name_hint(name, _DTYPES)}")
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype
 
 
 def option_name(name: str) -> str:
@@ -177,7 +62,7 @@ def convert(
     target: Annotated[
         str | None,
         typer.Option(
-            parser=options.local_place,
+            parser=options.local_path,
             help="The target, with safetensors, for formats that leave out its sizes or repeat its tensors.",
         ),
     ] = None,
@@ -204,22 +89,18 @@ def convert(
     OUT appears whole or not at all. Options may be spelt as in TensorRT-LLM's converters. Prints who else reads the
     result, and how: the same weights can be another network in another project.
     """
-    import torch
-
     from foretoken.formats.checkpoint import TargetInfo
     from foretoken.formats.files import local_head
     from foretoken.formats.registry import head_readers, write_head
 
     _check_out(out, force=force)
-    if dtype is not None and dtype not in _DTYPES:
-        raise ConfigError(f"dtype '{dtype}' does not exist here. {nearest_name_hint(dtype, _DTYPES)}")
+    new_dtype = checked_dtype(dtype)
     around = TargetInfo() if target is None else TargetInfo.of_directory(target)
     name, checkpoint = _read_head(local_head(source, revision), around, has_target=target is not None)
     checkpoint = _counted(checkpoint, "hydra", num_hydra_heads, num_hydra_layers)
     checkpoint = _counted(checkpoint, "medusa", num_medusa_heads, num_medusa_layers)
     to = to.replace("-", "_")
     how: dict[str, Any] = {"target": around, "tp_size": tp_size, "as_safetensors": safetensors}
-    new_dtype = None if dtype is None else getattr(torch, dtype)
     write_head(to, checkpoint, out, dtype=new_dtype, replaces=True, **how)
     readers = head_readers(to, checkpoint, **how)
     files = {path.name: path.stat().st_size for path in sorted(out.iterdir())}
@@ -237,31 +118,24 @@ def convert(
     if as_json:
         options.print_json(facts)
         return
-    _print_conversion(facts)
+    count = "" if facts["heads"] is None else f"{facts['heads']} heads, "
+    terminal.prose(f"{source} ({name}) -> {out} ({to}): {facts['method']}, {count}{facts['dtype']}")
+    for file, size in files.items():
+        terminal.print_line(f"  {file}  {size} bytes")
     for reader in readers:
         terminal.prose(f"  {reader}", "    ")
 
 
-def _read_head(place: Path, around: TargetInfo, *, has_target: bool) -> tuple[str, HeadCheckpoint]:
+def _read_head(path: Path, around: TargetInfo, *, has_target: bool) -> tuple[str, HeadCheckpoint]:
     from foretoken.entrypoints.drafter_files import check_is_no_model
     from foretoken.formats.registry import read_head
 
     weights = around.loaded if has_target else None
     try:
-        return read_head(place, target=around.fingerprint, base_config=around.config, weights=weights)
+        return read_head(path, target=around.fingerprint, base_config=around.config, weights=weights)
     except ModelError:
-        check_is_no_model(place)
+        check_is_no_model(path)
         raise
-
-
-def _print_conversion(facts: dict[str, Any]) -> None:
-    heads = "" if facts["heads"] is None else f"{facts['heads']} heads, "
-    terminal.prose(
-        f"{facts['source']} ({facts['source_format']}) -> {facts['out']} ({facts['format']}): {facts['method']}, "
-        f"{heads}{facts['dtype']}"
-    )
-    for file, size in facts["files"].items():
-        terminal.print_line(f"  {file}  {size} bytes")
 
 
 def _counted(checkpoint: HeadCheckpoint, method: str, num_heads: int | None, num_layers: int | None) -> HeadCheckpoint:
@@ -306,6 +180,7 @@ def _dtype_name(checkpoint: HeadCheckpoint) -> str:
     return ", ".join(sorted(dtypes)).replace("torch.", "")
 
 
+_DOCTORS_PROMPTS = options.PromptOptions(num_prompts=24, max_tokens=64)
 _COLOURS = {"ok": "green", "warning": "yellow", "not decided": "yellow", "fault": "red", "skipped": "dim"}
 
 
@@ -333,18 +208,13 @@ def doctor(
     ] = None,
     speculative_config: Annotated[
         list[str] | None,
-        typer.Option(
-            "--speculative-config",
-            "-s",
-            metavar="DRAFTER",
-            help="Split the speed that a drafter loses, as `bench` takes it, into causes; may be repeated.",
+        options.drafter_option(
+            help="Split the speed that a drafter loses, as `bench` takes it, into causes; may be repeated."
         ),
     ] = None,
     batch_size: Annotated[int, typer.Option(min=1, help="Sequences decoded at once for -s.")] = 1,
     *,
-    prompts: options.Prompts = "heldout",
-    num_prompts: options.NumPrompts = 24,
-    max_tokens: options.MaxTokens = 64,
+    asked: Annotated[options.PromptOptions, ("prompts", "num_prompts", "max_tokens")] = _DOCTORS_PROMPTS,
     allow_other_target: Annotated[
         bool, typer.Option("--allow-other-target", help="Continue with a head for another target of the same sizes.")
     ] = False,
@@ -366,77 +236,72 @@ def doctor(
         raise ConfigError("there is nothing to examine. Expected a head, --method to train one, or -s to time drafts.")
     if train_check and head is None:
         raise ConfigError("--train-check takes the sizes of a head. Expected one. Pass HEAD, or --method alone.")
-    from foretoken.bench.compare import compare_setups
-    from foretoken.bench.loss import split_loss
-    from foretoken.bench.workload import make_workload, read_prompts
     from foretoken.entrypoints.config import checked_setups
-    from foretoken.entrypoints.drafter_files import check_is_no_model
-    from foretoken.formats.files import local_head, open_files
-    from foretoken.formats.registry import holds_head
     from foretoken.training.data.packed import PackedTokens
-    from foretoken.training.doctor.examine import Examination
+    from foretoken.training.doctor.examine import Examination, examine
+    from foretoken.training.evaluation import TEMPERATURES
 
-    place = None if head is None else local_head(head)
-    if place is not None and not holds_head(place):
-        check_is_no_model(place)
-        open_files(place)  # a damaged file gives a better message than a missing head
-        raise ConfigError(f"'{head}' holds no draft head. Expected a directory or a file with the weights of a head.")
+    path = None if head is None else _path_of_head(head)
     setups = checked_setups(drafters, target=model)
     if any(setup.config is None for setup in setups):
         raise ConfigError("'plain' loses no speed to drafts. Expected a drafter. Pass -s ngram, or another one.")
-    rows = read_prompts(prompts, limit=num_prompts)
+    rows = asked.rows()
     packed = None if data is None else PackedTokens.open(data)
     has_head = head is not None or method is not None
     (loaded, tokenizer), runner = loading.load(model, unpacks=has_head), loading.runner
-    options.check_max_tokens(max_tokens, loaded)
-    case = Examination(
-        head=place,
-        method=method,
-        train_check=train_check,
-        prompts=[row.text for row in rows],
-        max_tokens=max_tokens,
-        data=packed,
-        runner=runner,
-        allow_other_target=allow_other_target,
-    )
-    checks = _examined(loaded, tokenizer, case, rows, Path(prompts).name) if has_head else []
-    losses: list[tuple[str, Loss]] = []
+    options.check_max_tokens(asked.max_tokens, loaded)
+    make = partial(asked.workload, rows, loaded, tokenizer, runner=runner)
+    checks: list[Check] = []
+    if has_head:
+        case = Examination(
+            head=path, method=method, train_check=train_check, prompts=[row.text for row in rows],
+            max_tokens=asked.max_tokens, data=packed, runner=runner, allow_other_target=allow_other_target,
+            asked=partial(make, temperatures=TEMPERATURES, source=Path(asked.prompts).name),
+        )  # fmt: skip
+        with terminal.renewed_line() as (show, _):
+            checks = examine(loaded, tokenizer, case, show)
+    losses: dict[str, Loss] = {}
     if setups:
-        workload = make_workload(rows, loaded, tokenizer, runner=runner, temperatures=(0.0,), max_tokens=max_tokens)
-        with terminal.progress("batches") as on_progress:
-            [[plain, *measured]] = compare_setups(
-                loaded, tokenizer, setups, workload, batch_size=batch_size, runner=runner, on_progress=on_progress
-            )
-        losses = [(row.setup, split_loss(row, plain)) for row in measured]
+        workload = make(temperatures=(0.0,))
+        losses = _losses(loaded, tokenizer, setups, workload, batch_size=batch_size, runner=runner)
     header = options.run_header(loaded, head=head, prompts=len(rows))
     if as_json:
-        found = {"losses": [{"setup": name, **loss.as_dict()} for name, loss in losses]} if losses else {}
+        found = {"losses": [{"setup": name, **loss.as_dict()} for name, loss in losses.items()]} if losses else {}
         options.print_json({**header, "checks": [asdict(check) for check in checks], **found})
     else:
         terminal.conditions(header)
         if checks:
             _print_checks(checks)
-        for name, loss in losses:
+        for name, loss in losses.items():
             _print_loss(name, loss)
     if any(check.verdict == "fault" for check in checks):
         raise typer.Exit(1)
 
 
-def _examined(
-    target: LoadedModel, tokenizer: Any, case: Examination, rows: list[PromptRow], source: str
-) -> list[Check]:
-    """Makes the checks of a head; a line says what is being done. `rows` are those of the case, `source` their name."""
-    from dataclasses import replace
-    from functools import partial
+def _path_of_head(head: str) -> Path:
+    from foretoken.entrypoints.drafter_files import check_is_no_model
+    from foretoken.formats.files import local_head, open_files
+    from foretoken.formats.registry import holds_head
 
-    from foretoken.bench.workload import make_workload
-    from foretoken.training.doctor.examine import examine
-    from foretoken.training.evaluation import TEMPERATURES
+    path = local_head(head)
+    if not holds_head(path):
+        check_is_no_model(path)
+        open_files(path)  # a damaged file gives a better message than a missing head
+        raise ConfigError(f"'{head}' holds no draft head. Expected a directory or a file with the weights of a head.")
+    return path
 
-    settings: dict[str, Any] = {"temperatures": TEMPERATURES, "max_tokens": case.max_tokens, "source": source}
-    asked = partial(make_workload, rows, target, tokenizer, runner=case.runner, **settings)
-    with terminal.renewed_line() as (show, _):
-        return examine(target, tokenizer, replace(case, asked=asked), show)
+
+def _losses(
+    target: LoadedModel, tokenizer: Any, setups: list[Setup], workload: Workload, *, batch_size: int, runner: str
+) -> dict[str, Loss]:
+    from foretoken.bench.compare import compare_setups
+    from foretoken.bench.loss import split_loss
+
+    with progress("batches") as on_progress:
+        [[plain, *measured]] = compare_setups(
+            target, tokenizer, setups, workload, batch_size=batch_size, runner=runner, on_progress=on_progress
+        )
+    return {row.setup: split_loss(row, plain) for row in measured}
 
 
 def _print_checks(checks: list[Check]) -> None:
@@ -468,3 +333,90 @@ def _shown(value: Any) -> str:
         is_nested = any(isinstance(part, list) for part in value)
         return ("\n" if is_nested else " ").join(_shown(part) for part in value)
     return "" if value is None else str(value)
+
+
+def verify(
+    model: options.Model,
+    *,
+    drafters: options.DrafterChoices,
+    asked: options.PromptOptions,
+    batch_size: Annotated[list[int] | None, typer.Option(min=1, help="May be repeated. Default: 1.")] = None,
+    transformers: Annotated[
+        bool, typer.Option("--transformers", help="Also compare greedy plain decoding with transformers' generate.")
+    ] = False,
+    seed: options.Seed = 0,
+    loading: options.LoadOptions,
+    as_json: options.AsJson = False,
+) -> None:
+    """Decode prompts plainly and with each drafter, and compare token by token.
+
+    Greedy and seeded sampled texts must be identical. A difference is a near-tie when the two tokens' scores agree to
+    rounding, and a bug otherwise. Each row is printed as soon as it is known.
+    """
+    from foretoken.bench.verify import verify_setups
+    from foretoken.entrypoints.config import checked_setups
+
+    setups = checked_setups(drafters.texts or ["ngram"], target=model)
+    for setup in setups:
+        _check_comparable(setup, model, is_sampled=asked.temperature is None or any(asked.temperature))
+    rows = asked.rows()
+    (loaded, tokenizer), runner = loading.load(model), loading.runner
+    workload = asked.workload(rows, loaded, tokenizer, runner=runner, seed=seed)
+    header = options.run_header(loaded, prompts=len(workload.prompts), max_tokens=workload.max_tokens, seed=seed)
+    names = [*(["transformers generate"] if transformers else []), *(setup.name for setup in setups)]
+    widest = [max(names, key=len), "0.8", *["12345"] * 3, "1.00", *["12345"] * 3]
+    checks: list[Comparison] = []
+    with progress("tokens") as bar, terminal.growing_table(_COMPARED, widest) as add:
+        for found in verify_setups(
+            loaded, tokenizer, setups, workload, batch_sizes=batch_size or [1], with_transformers=transformers,
+            runner=runner, on_progress=bar,
+        ):  # fmt: skip
+            bar.pause()
+            header.setdefault("runner", found[0].runner)
+            if not as_json:
+                if not checks:
+                    terminal.conditions(header)
+                add(_row_of(found))
+            checks += found
+    if as_json:
+        options.print_json({**header, "checks": [asdict(check) for check in checks]})
+    else:
+        _print_differences(checks)
+    if any(not check.is_proof for check in checks):
+        raise typer.Exit(1)
+
+
+def _check_comparable(setup: Setup, target: str, *, is_sampled: bool) -> None:
+    from foretoken.entrypoints.config import parse_speculative_config
+
+    options.check_has_target_text("verify", setup)
+    policy = parse_speculative_config(setup.config, target=target).policy
+    if is_sampled and not policy.is_lossy and not policy.keeps_seeded_text:
+        raise ConfigError(
+            f"the rule '{policy.rule}' of '{setup.name}' gives a seeded request another text of the same "
+            "distribution, which cannot be compared. Pass --temperature 0, or leave the rule out."
+        )
+
+
+_COMPARED = ["drafter", "T", "batch", "texts", "tokens", "tau", "identical", "near-tie", "bug"]
+
+
+def _row_of(group: list[Comparison]) -> list[str]:
+    """Returns the cells of one setup at one temperature and batch size."""
+    first, verdicts = group[0], [check.verdict for check in group]
+    tau = sum(check.mean_acceptance_length for check in group) / len(group)
+    counts = (str(verdicts.count(verdict)) for verdict in ("identical", "near-tie", "bug"))
+    return [
+        first.setup, f"{first.temperature:g}", str(first.batch_size), str(len(group)),
+        str(sum(check.num_tokens for check in group)), f"{tau:.2f}", *counts,
+    ]  # fmt: skip
+
+
+def _print_differences(checks: list[Comparison]) -> None:
+    for check in checks:
+        if check.verdict != "identical":
+            gap = "lengths differ" if check.gap is None else f"relative score gap {check.gap:.1e}"
+            terminal.print_line(
+                f"{check.verdict}: {check.setup}, temperature {check.temperature:g}, batch {check.batch_size}, prompt "
+                f"{check.prompt}, output token {check.divergence}: {gap}"
+            )

@@ -42,15 +42,13 @@ def _run_command() -> int:
     terminal.show_log()
     import typer
 
-    from foretoken.cli.commands import Ended, app, system_error
+    from foretoken.cli.commands import app
 
     usage_error: type[Exception] = typer.BadParameter.__mro__[1]  # click's class; its module depends on typer's version
     code = 2
     try:
         code = int(app(standalone_mode=False) or 0)
         sys.stdout.flush()
-    except Ended as end:
-        code = end.code
     except typer.Abort:
         code = 130
     except BrokenPipeError:  # the reader closed the pipe, as in `foretoken … | head`
@@ -60,7 +58,7 @@ def _run_command() -> int:
     except usage_error as err:
         terminal.print_note(_usage(err))
     except OSError as err:
-        terminal.print_note(f"error: {system_error(err)}")
+        terminal.print_note(_system_error(err))
     except (Exception, SystemExit) as err:
         code = _ended_from_outside(err) or code
         if isinstance(err, ModuleNotFoundError) and err.name == "torch":
@@ -93,3 +91,9 @@ def _usage(err: Exception) -> str:
     context = getattr(err, "ctx", None)
     command = "foretoken" if context is None else context.command_path
     return f"error: {message}\nTry '{command} --help'."
+
+
+def _system_error(err: OSError) -> str:
+    reason = err.strerror or str(err) or type(err).__name__
+    where = "" if err.filename is None else f" ('{err.filename}')"
+    return f"error: the system says: {reason}{where}. Check the place, its permissions and the space left on it."

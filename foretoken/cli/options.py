@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 import os
+import shlex
 import sys
 import time
-from contextlib import suppress
-from dataclasses import dataclass, fields, is_dataclass
-from functools import partial, update_wrapper
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
+from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -19,17 +20,18 @@ from foretoken.cli import terminal
 from foretoken.core.checks import lone_surrogate
 from foretoken.core.errors import ConfigError, RequestError
 from foretoken.files.atomic_files import check_writable
-from foretoken.files.bounded_reads import read_named, read_stream
+from foretoken.files.bounded_reads import read_named
 from foretoken.models.names import resolve_model
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-    from contextlib import AbstractContextManager
+    from collections.abc import Callable, Mapping, Sequence
 
+    from foretoken.bench.workload import Workload
     from foretoken.core.sampling_params import SamplingParams
     from foretoken.entrypoints.config import Setup
     from foretoken.entrypoints.llm import LLM
-    from foretoken.models.loaded import LoadedModel
+    from foretoken.models.loading import LoadedModel
+    from foretoken.text.prompt_rows import PromptRow
 
 MODEL_FORMS = (
     "a directory in Hugging Face layout, a GGUF file, a folder with GGUF files (FOLDER:Q4_K_M for one of several), a "
@@ -37,16 +39,16 @@ MODEL_FORMS = (
 )
 
 
-def local_place(name: str) -> str:
-    """Returns the place of a model on this machine, or the name of one of the hub, see `Command.invoke`.
+def local_path(name: str) -> str:
+    """Returns the path of a model on this machine, or the name of a model on the hub; an empty name stays.
 
-    Raises `ModelError` if there is no such model. An empty name is refused later.
+    Raises `ModelError` if there is no such model.
     """
     return resolve_model(name, uses_hub=False) if name else name
 
 
 def directory_of(name: str) -> Path:
-    """Returns the local place of a model or head by its place; raises `ModelError` if it cannot be fetched."""
+    """Returns the local path of a model or head; raises `ModelError` if it cannot be fetched."""
     if Path(name).exists():
         return Path(name)  # importing the hub's client takes half a second
     from foretoken.formats.files import local_head
@@ -54,7 +56,7 @@ def directory_of(name: str) -> Path:
     return local_head(name, what="model or head")
 
 
-Model = Annotated[str, typer.Argument(parser=local_place, help=f"Target: {MODEL_FORMS}.")]
+Model = Annotated[str, typer.Argument(parser=local_path, help=f"Target: {MODEL_FORMS}.")]
 Dtype = Annotated[
     str,
     typer.Option(
@@ -98,21 +100,8 @@ _DRAFTER = (
     "ngram:num_speculative_tokens=8, hydra:tree=@FILE with JSON), a directory of a head or draft model in place of "
     "METHOD, several of these merged into one tree (ngram+hydra), vLLM's JSON, or @FILE with JSON."
 )
-Drafter = Annotated[
-    list[str] | None, typer.Option("--speculative-config", "-s", metavar="DRAFTER", help=f"{_DRAFTER} Default: none.")
-]
-Drafters = Annotated[
-    list[str] | None,
-    typer.Option("--speculative-config", "-s", metavar="DRAFTER", help=f"{_DRAFTER} May be repeated. Default: ngram."),
-]
-SpecType = Annotated[
-    str | None,
-    typer.Option(
-        "--spec-type",
-        metavar="NAME",
-        help="Methods with commas between them, merged into one tree: ngram,hydra is -s ngram+hydra.",
-    ),
-]
+drafter_option = partial(typer.Option, "--speculative-config", "-s", metavar="DRAFTER")
+Drafter = Annotated[list[str] | None, drafter_option(help=f"{_DRAFTER} Default: none.")]
 SyntheticAcceptance = Annotated[
     str | None,
     typer.Option(
@@ -154,6 +143,9 @@ Temperatures = Annotated[list[float] | None, typer.Option(help="Temperature; may
 Seed = Annotated[int, typer.Option(help="Seed of the first prompt; the i-th gets seed + i.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
 HeldOut = Annotated[str, typer.Option(help="Held-out text for the comparison: a bundled set's name, .jsonl or text.")]
+BatchSizes = Annotated[
+    list[int] | None, typer.Option(min=1, help="Sequences decoded at once; may be repeated. Default: 1.")
+]
 Threads = Annotated[int | None, typer.Option(min=1, help="CPU threads; torch's own choice when left out.")]
 Verbose = Annotated[
     bool, typer.Option("--verbose", "-v", help="Print the seconds of each stage of the start, and which decoder runs.")
@@ -161,42 +153,18 @@ Verbose = Annotated[
 Wide = Annotated[bool, typer.Option("--wide", help="Show all columns.")]
 
 
-def flattened(command: Callable[..., None]) -> Callable[..., None]:
-    """Returns a command for typer: each parameter that is a group of options is replaced by the group's fields.
-
-    A group is a dataclass. `Annotated[GROUP, ("dtype", "device")]` takes these of its fields.
-    """
-    groups: dict[str, tuple[Any, Any]] = {}
-    parameters: list[inspect.Parameter] = []
-    hints = get_type_hints(command, include_extras=True)
-    for name, parameter in inspect.signature(command).parameters.items():
-        group: Any = getattr(hints[name], "__origin__", hints[name])
-        if not is_dataclass(group):
-            parameters.append(parameter.replace(annotation=hints[name]))
-            continue
-        names = getattr(hints[name], "__metadata__", [[each.name for each in fields(group)]])[0]
-        groups[name], own = (group, names), get_type_hints(group, include_extras=True)
-        parameters += (
-            parameter.replace(name=each, default=getattr(group, each), annotation=own[each]) for each in names
-        )
-
-    def run(**given: Any) -> None:
-        for name, (group, names) in groups.items():
-            given[name] = group(**{each: given.pop(each) for each in names})
-        command(**given)
-
-    update_wrapper(run, command)
-    vars(run)["__signature__"] = inspect.Signature(parameters)
-    run.__annotations__ = {each.name: each.annotation for each in parameters}
-    return run
-
-
 @dataclass(frozen=True, kw_only=True)
 class DrafterChoice:
     """The drafter of a command that takes one."""
 
     speculative_config: Drafter = None
-    spec_type: SpecType = None
+    spec_type: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="Methods with commas between them, merged into one tree: ngram,hydra is -s ngram+hydra.",
+        ),
+    ] = None
 
     @property
     def texts(self) -> list[str] | None:
@@ -219,10 +187,9 @@ class DrafterChoice:
         return ["+".join(names)]
 
     def setup(self, command: str, target: str, advice: str = "To compare several, use `foretoken bench`.") -> Setup:
-        """Returns the drafter; plain decoding if there is none.
+        """Returns the drafter, or plain decoding if there is none; `advice` says what to do with several drafters.
 
-        `advice` says what to do with several drafters. Raises `ConfigError` when there are several drafters, one cannot
-        be made, or it needs to know the text.
+        Raises `ConfigError` when there are several drafters, one cannot be made, or it needs to know the text.
         """
         from foretoken.entrypoints.config import checked_setup
 
@@ -241,7 +208,9 @@ class DrafterChoice:
 class DrafterChoices(DrafterChoice):
     """The drafters of a command that compares them."""
 
-    speculative_config: Drafters = None
+    speculative_config: Annotated[
+        list[str] | None, drafter_option(help=f"{_DRAFTER} May be repeated. Default: ngram.")
+    ] = None
 
 
 def with_synthetic_acceptance(setup: Setup, rates: str | None, target: str) -> Setup:
@@ -278,10 +247,7 @@ class LoadOptions:
     ) -> tuple[LoadedModel, Any]:
         """Loads a target and its tokenizer, once for all setups, in a stage of a start.
 
-        Args:
-            model: A name.
-            unpacks: For training, see `unpacked_model`.
-            clock: Of the start; None for one that is forgotten.
+        `unpacks` is for training, see `unpacked_model`.
 
         Raises:
             ConfigError: When the machine has far fewer processors than `threads`, or the model is a head.
@@ -289,21 +255,44 @@ class LoadOptions:
             RequestError: When the model has no tokenizer.
         """
         with (clock or terminal.StartClock()).stage("weights and tokenizer"):
-            from foretoken.decoder.library import set_num_threads
             from foretoken.entrypoints import model_arguments
 
-            if self.threads is not None:
-                set_num_threads(self.threads)
+            use_threads(self.threads)
             return model_arguments.load_target(
                 model, dtype=self.dtype, device=self.device, quantization=self.quantization,
                 kv_cache_dtype=self.kv_cache_dtype, unpacks=unpacks,
             )  # fmt: skip
 
+    def make_llm(
+        self, loaded: LoadedModel, tokenizer: Any, setup: Setup, clock: terminal.StartClock | None = None, **more: Any
+    ) -> LLM:
+        """Makes the engine over a loaded target, in a stage of a start if there is a clock; `more` are as in `LLM`."""
+        from foretoken.entrypoints.llm import LLM
 
-def runner_stage(clock: terminal.StartClock, loaded: LoadedModel) -> AbstractContextManager[None]:
-    """Times the making of an `LLM`; the line shows the weights that are still read beside it."""
+        with nullcontext() if clock is None else clock.stage("runner and drafter", _reading(loaded)):
+            return LLM(loaded, speculative_config=setup.config, tokenizer=tokenizer, runner=self.runner, **more)
+
+
+def use_threads(threads: int | None) -> None:
+    """Sets the number of CPU threads unless it is None; raises `ConfigError` if there are far fewer processors."""
+    if threads is not None:
+        from foretoken.decoder.library import set_num_threads
+
+        set_num_threads(threads)
+
+
+def started_clock() -> terminal.StartClock:
+    """Begins a start with its first stage, the import of the engine."""
+    clock = terminal.StartClock()
+    with clock.stage("libraries"):
+        import_module("foretoken.entrypoints.llm")
+    return clock
+
+
+def _reading(loaded: LoadedModel) -> Callable[[], str]:
+    """Returns a function that describes the weights which are still read while the engine is made."""
     if loaded.bytes_read is None:
-        return clock.stage("runner and drafter")
+        return str
     bytes_read, begin = loaded.bytes_read, time.perf_counter()
     before, total = bytes_read()
 
@@ -314,7 +303,7 @@ def runner_stage(clock: terminal.StartClock, loaded: LoadedModel) -> AbstractCon
         told = f", weights {bar:─<20} {done / 1e6:.0f} of {total / 1e6:.0f} MB, {pace / 1e6:.0f} MB/s"
         return told if done < total else ""
 
-    return clock.stage("runner and drafter", rest)
+    return rest
 
 
 def note_start(clock: terminal.StartClock, llm: LLM) -> None:
@@ -372,6 +361,36 @@ def note_sampling(defaults: Mapping[str, Any]) -> None:
         terminal.print_note(f"[the model's sampling defaults: {told}]")
 
 
+@dataclass(frozen=True, kw_only=True)
+class PromptOptions:
+    """The prompts of a measurement, and how they are continued."""
+
+    prompts: Prompts = "heldout"
+    num_prompts: NumPrompts = 8
+    max_tokens: MaxTokens = 128
+    temperature: Temperatures = None
+
+    def rows(self) -> list[PromptRow]:
+        """Reads the prompts; raises what `read_prompts` raises."""
+        from foretoken.bench.workload import read_prompts
+
+        return read_prompts(self.prompts, limit=self.num_prompts)
+
+    def workload(
+        self, rows: Sequence[PromptRow], loaded: LoadedModel, tokenizer: Any, *,
+        temperatures: Sequence[float] = (0.0, 0.8), **more: Any,
+    ) -> Workload:  # fmt: skip
+        """Returns the workload of rows for a target; `temperatures` is the default, `more` are as in `make_workload`.
+
+        Raises `ConfigError` if --max-tokens exceeds the context, `RequestError` as `make_workload` does.
+        """
+        from foretoken.bench.workload import make_workload
+
+        check_max_tokens(self.max_tokens, loaded)
+        asked = self.temperature or temperatures
+        return make_workload(rows, loaded, tokenizer, temperatures=asked, max_tokens=self.max_tokens, **more)
+
+
 def check_max_tokens(max_tokens: int, loaded: LoadedModel) -> None:
     """Raises `ConfigError` if even the shortest prompt leaves no room for `max_tokens` tokens."""
     if max_tokens >= loaded.context_len:
@@ -391,6 +410,17 @@ def check_new_file(path: Path, what: str, *, force: bool) -> None:
     if path.exists() and not force:
         raise ConfigError(f"'{path}' exists. Expected the name of a new file. Pass --force to replace it.")
     check_writable(path, ConfigError, "Expected a place for a file that may be written to. Name another, or make room.")
+
+
+def check_absent(path: Path, what: str) -> None:
+    """Raises `ConfigError` if anything lies at the path of a new file or directory."""
+    if path.exists() or path.is_symlink():
+        raise ConfigError(f"'{path}' exists already. Expected a new {what}. Choose another or remove it.")
+
+
+def command_line() -> str:
+    """Returns the command that runs, as a shell takes it."""
+    return shlex.join(["foretoken", *sys.argv[1:]])
 
 
 def run_header(loaded: LoadedModel, **more: Any) -> dict[str, Any]:
@@ -417,25 +447,8 @@ def run_header(loaded: LoadedModel, **more: Any) -> dict[str, Any]:
     }
 
 
-def read_prompt(prompt: str | None, file: Path | None) -> str:
-    """Returns the prompt from an argument, a file, or standard input.
-
-    Raises:
-        RequestError: When there is no prompt or two, or it cannot be read, exceeds `MOST_TEXT_BYTES`, or is not UTF-8.
-    """
-    if prompt is not None and file is not None:
-        raise RequestError("a prompt came both as text and as --file. Pass one of them.")
-    if file is not None:
-        return read_text(file)
-    if prompt is not None:
-        return checked(prompt, "--prompt")
-    if sys.stdin.isatty():
-        raise RequestError("there is no prompt. Pass --prompt, --file, or text on standard input.")
-    return decode(read_stream(sys.stdin.buffer, "standard input"), "standard input")
-
-
 def read_text(file: Path) -> str:
-    """Returns the text of a file; raises `RequestError` as `read_prompt` does."""
+    """Returns the text of a file; raises `RequestError` if it cannot be read, is too large, or is not UTF-8."""
     try:
         return decode(read_named(file), f"'{file}'")
     except OSError as err:
@@ -447,12 +460,13 @@ def checked(text: str, where: str) -> str:
 
     Under an ASCII locale Python marks all other bytes so: this function decodes them.
     """
-    with suppress(UnicodeError):
-        return os.fsencode(text).decode() if lone_surrogate(text) is not None else text
     at = lone_surrogate(text)
-    if at is not None:
-        raise RequestError(f"{where} is not UTF-8 text: character {at} is not a character. Expected UTF-8.")
-    return text
+    if at is None:
+        return text
+    try:
+        return os.fsencode(text).decode()
+    except UnicodeError as err:
+        raise RequestError(f"{where} is not UTF-8 text: character {at} is not a character. Expected UTF-8.") from err
 
 
 def decode(text: bytes, where: str) -> str:

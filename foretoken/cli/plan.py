@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import shlex
-import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -16,31 +16,55 @@ from foretoken.core.errors import ConfigError
 from foretoken.files.atomic_files import write_file
 
 if TYPE_CHECKING:
+    from foretoken.bench.workload import Workload
     from foretoken.planning.acceptance import Curve
     from foretoken.planning.plan import Page, Plan, Prediction
-    from foretoken.text.prompt_rows import PromptRow
 
 _BATCHES = (1, 4, 8, 16)
 _CONTEXT = 1024  # tokens of a sequence on a described machine; a choice
 _SHOWN = 3  # drafters of each batch in the table without --wide
+_PROMPTS = options.PromptOptions(max_tokens=96)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MachineOptions:
+    """A described machine; this one if nothing is given."""
+
+    bandwidth: Annotated[float | None, typer.Option(help="Describe a machine: memory bandwidth, GB/s.")] = None
+    flops: Annotated[float | None, typer.Option(help="Arithmetic in the model's dtype, TFLOP/s.")] = None
+    memory: Annotated[float | None, typer.Option(help="Memory for weights and KV cache, GiB.")] = None
+    host_ms: Annotated[float | None, typer.Option(help="Milliseconds of the host in an iteration. Default: 1.")] = None
+
+    def is_described(self, quantization: str | None, *, measure: bool) -> bool:
+        """Decides whether a machine is described; raises `ConfigError` for options that do not fit."""
+        missing = [name for name in ("bandwidth", "flops", "memory") if getattr(self, name) is None]
+        if 0 < len(missing) < 3:
+            raise ConfigError(
+                f"--{missing[0]} is missing. A described machine needs --bandwidth, --flops and --memory."
+            )
+        if not missing and measure:
+            raise ConfigError("--measure runs on this machine, and another one is described. Pass one of them.")
+        if not missing and quantization is not None:
+            raise ConfigError(
+                "--quantization is timed on this machine, and another one is described. For fewer bytes a weight "
+                "there, pass a checkpoint that is stored so."
+            )
+        return not missing
 
 
 def plan(
     model: Annotated[
         str,
         typer.Argument(
-            parser=options.local_place,
+            parser=options.local_path,
             help="Target, as `foretoken bench` takes it; a described machine needs only its config.json.",
         ),
     ],
     speculative_config: Annotated[
         list[str] | None,
-        typer.Option(
-            "--speculative-config",
-            "-s",
-            metavar="DRAFTER",
+        options.drafter_option(
             help="Plan with this drafter, as `foretoken bench` takes it. May be repeated. Default: ngram, all "
-            "beside MODEL, and with a described machine all of the library.",
+            "beside MODEL, and with a described machine all of the library."
         ),
     ] = None,
     measure: Annotated[
@@ -58,21 +82,15 @@ def plan(
     save_acceptance: Annotated[
         Path | None, typer.Option(help="File to make: the acceptance of chains as golden acceptance lengths, YAML.")
     ] = None,
-    bandwidth: Annotated[float | None, typer.Option(help="Describe a machine: memory bandwidth, GB/s.")] = None,
-    flops: Annotated[float | None, typer.Option(help="Arithmetic in the model's dtype, TFLOP/s.")] = None,
-    memory: Annotated[float | None, typer.Option(help="Memory for weights and KV cache, GiB.")] = None,
-    host_ms: Annotated[float | None, typer.Option(help="Milliseconds of the host in an iteration. Default: 1.")] = None,
+    *,
+    machine: MachineOptions,
     batch_size: Annotated[
         list[int] | None, typer.Option(min=1, help="Sequences decoded at once; may be repeated. Default: 1, 4, 8, 16.")
     ] = None,
     context: Annotated[
         int | None, typer.Option(min=1, help="Tokens of a sequence. Default: of the prompts with half of the output.")
     ] = None,
-    temperature: options.Temperatures = None,
-    *,
-    prompts: options.Prompts = "heldout",
-    num_prompts: options.NumPrompts = 8,
-    max_tokens: options.MaxTokens = 96,
+    asked: Annotated[options.PromptOptions, ("temperature", "prompts", "num_prompts", "max_tokens")] = _PROMPTS,
     seed: options.Seed = 0,
     loading: Annotated[options.LoadOptions, ("dtype", "quantization", "device", "runner", "threads")],
     out: Annotated[Path | None, typer.Option(help="Picture to make, .svg or .png: speed-up by batch.")] = None,
@@ -98,11 +116,9 @@ def plan(
         if path is not None:
             options.check_new_file(path, option, force=force)
     check_picture(out)
-    is_described = _is_described(
-        {"--bandwidth": bandwidth, "--flops": flops, "--memory": memory}, loading.quantization, measure=measure
-    )
+    is_described = machine.is_described(loading.quantization, measure=measure)
     given = [curve for text in acceptance or () for curve in read_curves(*_split(text))]
-    temperatures = list(dict.fromkeys(temperature or [0.0, 0.8]))
+    asked = replace(asked, temperature=list(dict.fromkeys(asked.temperature or [0.0, 0.8])))
     batches = sorted(set(batch_size or _BATCHES))
     setups = _setups(speculative_config, model, must_exist=measure)
     replaced = {curve.name for curve in given}
@@ -112,20 +128,12 @@ def plan(
             f"the acceptance of {', '.join(setups)} is not known. Pass --measure, --acceptance DRAFTER=PATH, or one of "
             f"the library: {', '.join(names)}."
         )
+    found: list[Curve] = []
     if is_described:
-        planned, header = _described(
-            model, loading.dtype, temperatures, bandwidth=bandwidth or 0.0, flops=flops or 0.0, memory=memory or 0.0,
-            host_ms=host_ms, context=context,
-        )  # fmt: skip
-        found: list[Curve] = []
+        planned, header = _described(model, loading.dtype, asked.temperature or (), machine, context)
     else:
-        from foretoken.bench.workload import read_prompts
-
-        rows = read_prompts(prompts, limit=num_prompts)
-        asked = {"temperatures": temperatures, "max_tokens": max_tokens, "seed": seed}
-        found, planned, header = _measured(
-            model, loading, setups, rows, asked, batches, context, measure=measure
-        )  # fmt: skip
+        workload = partial(asked.workload, asked.rows(), seed=seed)
+        found, planned, header = _measured(model, loading, setups, workload, batches, context, measure=measure)
     stored = library(planned["target"].weights)
     known = [*found, *(curve for curve in stored if curve.name not in {each.name for each in found})]
     curves = [*given, *(curve for curve in known if curve.name not in replaced)]
@@ -142,20 +150,6 @@ def plan(
         options.print_json({**header, **result.as_dict()})
     else:
         _print(result, header, wide=wide)
-
-
-def _is_described(machine: Mapping[str, float | None], quantization: str | None, *, measure: bool) -> bool:
-    missing = [name for name, value in machine.items() if value is None]
-    if 0 < len(missing) < len(machine):
-        raise ConfigError(f"{missing[0]} is missing. A described machine needs --bandwidth, --flops and --memory.")
-    if not missing and measure:
-        raise ConfigError("--measure runs on this machine, and another one is described. Pass one of them.")
-    if not missing and quantization is not None:
-        raise ConfigError(
-            "--quantization is timed on this machine, and another one is described. For fewer bytes a weight there, "
-            "pass a checkpoint that is stored so."
-        )
-    return not missing
 
 
 def _setups(given: list[str] | None, model: str, *, must_exist: bool) -> dict[str, Mapping[str, Any] | None]:
@@ -191,23 +185,16 @@ def _setups(given: list[str] | None, model: str, *, must_exist: bool) -> dict[st
 
 
 def _described(
-    model: str,
-    dtype: str,
-    temperatures: Sequence[float],
-    *,
-    bandwidth: float,
-    flops: float,
-    memory: float,
-    host_ms: float | None,
-    context: int | None,
+    model: str, dtype: str, temperatures: Sequence[float], described: MachineOptions, context: int | None
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Returns the arguments of `make_plan` for a described machine, and the conditions."""
     from foretoken.planning.costs import HOST_S, RooflineCosts, nominal_machine
     from foretoken.planning.sizes import described_sizes
 
     target, most = described_sizes(model, dtype)
+    bandwidth, flops, memory = described.bandwidth or 0.0, described.flops or 0.0, described.memory or 0.0
     machine = nominal_machine(bandwidth * 1e9, flops * 1e12, memory * 2**30)
-    host = HOST_S if host_ms is None else host_ms / 1e3
+    host = HOST_S if described.host_ms is None else described.host_ms / 1e3
     costs = RooflineCosts(target=target, machine=machine, host_s=host)
     header = {
         "model": model, "bandwidth": f"{bandwidth:g}GB/s", "flops": f"{flops:g}TFLOP/s", "memory": f"{memory:g}GiB",
@@ -222,38 +209,25 @@ def _described(
 
 
 def _measured(
-    model: str,
-    loading: options.LoadOptions,
-    setups: Mapping[str, Mapping[str, Any] | None],
-    rows: Sequence[PromptRow],
-    asked: Mapping[str, Any],
-    batches: Sequence[int],
-    context: int | None,
-    *,
-    measure: bool,
-) -> tuple[list[Curve], dict[str, Any], dict[str, Any]]:
-    """Returns measured curves, the arguments of `make_plan` for this machine, and the conditions.
-
-    `asked` are settings of the workload.
-    """
+    model: str, loading: options.LoadOptions, setups: Mapping[str, Mapping[str, Any] | None],
+    make_workload: Callable[..., Workload], batches: Sequence[int], context: int | None, *, measure: bool,
+) -> tuple[list[Curve], dict[str, Any], dict[str, Any]]:  # fmt: skip
+    """Returns measured curves, the arguments of `make_plan` for this machine, and the conditions."""
     from foretoken.bench.compare import processor_name
-    from foretoken.bench.workload import make_workload
     from foretoken.decoder.slot_cache import share_of_free
     from foretoken.planning import measure as measuring
 
     (loaded, tokenizer), runner = loading.load(model), loading.runner
-    options.check_max_tokens(asked["max_tokens"], loaded)
-    workload = make_workload(rows, loaded, tokenizer, runner=runner, **asked)
+    workload = make_workload(loaded, tokenizer, runner=runner)
     context = _fitting(context, loaded.context_len, model)
     with progress("prompts") as on_progress:
         found = measuring.measure(
             loaded, tokenizer, {name: config for name, config in setups.items() if config is not None}, workload,
-            batches=batches, has_acceptance=measure, runner=runner,
-            on_progress=on_progress,
+            batches=batches, has_acceptance=measure, runner=runner, on_progress=on_progress,
         )  # fmt: skip
     header = options.run_header(
         loaded, runner=found.runner, processor=processor_name(), prompts=len(workload.prompts),
-        max_tokens=workload.max_tokens, seed=workload.seed, command=shlex.join(["foretoken", *sys.argv[1:]]),
+        max_tokens=workload.max_tokens, seed=workload.seed, command=options.command_line(),
     )  # fmt: skip
     costs = next(iter(found.costs.values()))
     planned = {

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
-import sys
 import time
 from collections import Counter
 from functools import partial
@@ -14,14 +12,13 @@ import typer
 
 from foretoken.cli import options, terminal
 from foretoken.cli.terminal import progress
+from foretoken.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from foretoken.bench.grid import Point, Refused, Serving
     from foretoken.bench.sweep import PointResult, SweepPlan, SweepResults
-    from foretoken.bench.workload import Asked
-    from foretoken.text.prompt_rows import PromptRow
 
 _NAMES = "Name; may be repeated."
 
@@ -30,7 +27,7 @@ def sweep(
     model: Annotated[
         str,
         typer.Argument(
-            parser=options.local_place,
+            parser=options.local_path,
             help="Target, as `foretoken bench` takes it; or the directory of a sweep, to show it again.",
         ),
     ],
@@ -47,20 +44,11 @@ def sweep(
     grid: Annotated[Path | None, typer.Option(help="Axes as a JSON or TOML file.")] = None,
     speculative_config: Annotated[
         list[str] | None,
-        typer.Option(
-            "--speculative-config",
-            "-s",
-            metavar="DRAFTER",
-            help="A drafter that the axes change, as `foretoken bench` takes it. May be repeated.",
-        ),
+        options.drafter_option(help="A drafter that the axes change, as `foretoken bench` takes it. May be repeated."),
     ] = None,
-    prompts: options.Prompts = "heldout",
-    num_prompts: options.NumPrompts = 8,
-    max_tokens: options.MaxTokens = 128,
-    temperature: options.Temperatures = None,
-    batch_size: Annotated[
-        list[int] | None, typer.Option(min=1, help="Sequences decoded at once; may be repeated. Default: 1.")
-    ] = None,
+    *,
+    asked: options.PromptOptions,
+    batch_size: options.BatchSizes = None,
     repeats: Annotated[int, typer.Option(min=1, help="How often every point is measured.")] = 1,
     together: Annotated[
         int,
@@ -95,14 +83,12 @@ def sweep(
         return
     from foretoken.bench.grid import SETUP_AXIS, expand, joined_axes, parse_axis, read_grid
     from foretoken.bench.sweep import OUTPUT, SweepPlan
-    from foretoken.bench.workload import read_prompts
-    from foretoken.core.errors import ConfigError
 
     if out is None:
         raise ConfigError("the results need a directory. Pass --out DIR.")
     OUTPUT.check(out, force=True)
     from_options = {
-        "dtype": dtype, "runner": runner, "batch_size": batch_size, "temperature": temperature,
+        "dtype": dtype, "runner": runner, "batch_size": batch_size, "temperature": asked.temperature,
         SETUP_AXIS: speculative_config,
     }  # fmt: skip
     given = joined_axes(
@@ -115,17 +101,20 @@ def sweep(
     if not points:
         reasons = dict.fromkeys(each.reason for each in refused)
         raise ConfigError(f"every combination is refused: {' '.join(reasons)}")
-    rows = read_prompts(prompts, limit=num_prompts)
-    run = _Run(model=model, device=device, threads=threads, prompts=prompts)
-    asked = run.prompts(rows, points[0].serving, max_tokens)
-    plan = SweepPlan(prompts=asked, max_tokens=max_tokens, seed=seed, repeats=repeats, together=together)
-    _measure(run, out, given, points, refused, plan)
+    rows, first = asked.rows(), points[0].serving
+    run = _Run(model, device, threads)
+    workload = asked.workload(rows, *run.load_target(first.dtype), runner=first.runner)
+    plan = SweepPlan(
+        prompts=workload.prompts, max_tokens=asked.max_tokens, seed=seed, repeats=repeats, together=together
+    )
+    conditions = run.conditions(plan, first.dtype, prompts=asked.prompts) | {"axes": given}
+    _measure(run, out, conditions, points, refused, plan)
     _show(SweepResults(out), out, wide=wide, as_json=as_json)
 
 
 class _Run:
-    def __init__(self, *, model: str, device: str, threads: int | None, prompts: str) -> None:
-        self._model, self._device, self._threads, self._prompts = model, device, threads, prompts
+    def __init__(self, model: str, device: str, threads: int | None) -> None:
+        self._model, self._device, self._threads = model, device, threads
         self._loaded: tuple[str, Any] = ("", None)
 
     def load_target(self, dtype: str) -> Any:
@@ -135,14 +124,7 @@ class _Run:
             self._loaded = (dtype, loading.load(self._model))
         return self._loaded[1]
 
-    def prompts(self, rows: Sequence[PromptRow], serving: Serving, max_tokens: int) -> Sequence[Asked]:
-        from foretoken.bench.workload import make_workload
-
-        loaded, tokenizer = self.load_target(serving.dtype)
-        options.check_max_tokens(max_tokens, loaded)
-        return make_workload(rows, loaded, tokenizer, runner=serving.runner, max_tokens=max_tokens).prompts
-
-    def conditions(self, axes: dict[str, list[Any]], plan: SweepPlan, dtype: str) -> dict[str, Any]:
+    def conditions(self, plan: SweepPlan, dtype: str, *, prompts: str) -> dict[str, Any]:
         import hashlib
 
         from foretoken.bench.compare import processor_name
@@ -150,18 +132,16 @@ class _Run:
 
         loaded, _ = self.load_target(dtype)
         header = options.run_header(
-            loaded, processor=processor_name(), prompts=self._prompts, num_prompts=len(plan.prompts),
+            loaded, processor=processor_name(), prompts=prompts, num_prompts=len(plan.prompts),
             max_tokens=plan.max_tokens, repeats=plan.repeats, seed=plan.seed,
         )  # fmt: skip
         del header["dtype"]  # dtype is an axis
         texts = hashlib.sha256("\0".join(map(str, plan.prompts)).encode()).hexdigest()[:16]
         target = TargetFingerprint.of(loaded).model_dump(mode="json", exclude={"name"})
-        return {**header, "prompts_sha256": texts, "target": target, "axes": axes}
+        return {**header, "prompts_sha256": texts, "target": target}
 
 
 def _check_alone(*others: object) -> None:
-    from foretoken.core.errors import ConfigError
-
     if any(other is not None for other in others):
         raise ConfigError(
             "MODEL is the directory of a sweep, which is shown without measuring. Expected none of --out, --sweep, "
@@ -170,14 +150,13 @@ def _check_alone(*others: object) -> None:
 
 
 def _measure(
-    run: _Run, out: Path, axes: dict[str, list[Any]], points: Sequence[Point], refused: Sequence[Refused],
+    run: _Run, out: Path, conditions: dict[str, Any], points: Sequence[Point], refused: Sequence[Refused],
     plan: SweepPlan,
 ) -> None:  # fmt: skip
     """Measures the missing points; raises `typer.Exit` after SIGINT or SIGTERM, with all measured points kept."""
     from foretoken.bench.sweep import SweepResults, run_sweep
     from foretoken.files.processes import run_lock, stop_signals
 
-    conditions = run.conditions(axes, plan, points[0].serving.dtype)
     with run_lock(out, option="--out"), stop_signals() as received:
         results = SweepResults(out, conditions)
         for each in refused:
@@ -232,7 +211,6 @@ def _reporter(already: int, total: int) -> Callable[[Sequence[PointResult]], Non
 def _show(results: SweepResults, directory: Path, *, wide: bool, as_json: bool) -> None:
     from foretoken.bench.plots import write_plots
     from foretoken.bench.sweep import fronts, write_parquet
-    from foretoken.core.errors import ConfigError
 
     panels = results.by_serving()
     if not panels:
@@ -257,10 +235,10 @@ def _show(results: SweepResults, directory: Path, *, wide: bool, as_json: bool) 
             terminal.print_note(str(err))
     if as_json:
         refused = [{"name": name, "reason": reason} for name, reason in results.refused.items()]
-        command = shlex.join(["foretoken", *sys.argv[1:]])
-        options.print_json(
-            {**facts, "command": command, "points": rows, "refused": refused, "files": [str(file) for file in files]}
-        )
+        options.print_json({
+            **facts, "command": options.command_line(), "points": rows, "refused": refused,
+            "files": [str(file) for file in files],
+        })  # fmt: skip
         return
     terminal.conditions({key: value for key, value in facts.items() if key not in ("target", "axes")})
     for serving, points in panels.items():

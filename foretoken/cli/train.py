@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
-import sys
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -17,6 +17,9 @@ from foretoken.core.errors import ConfigError
 from foretoken.files.processes import keep_freed_memory
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from foretoken.bench.workload import TokenProgress, Workload
     from foretoken.drafters.base import DrafterOptions
     from foretoken.models.loaded import LoadedModel
     from foretoken.training.evaluation import TunedTree
@@ -28,6 +31,8 @@ _SIZES = (8, 16, 32, 64)  # nodes of the trees in the report; a choice
 _DEEPEST = 64  # levels; a choice: no head drafts deeper, and longer chains are hardly ever accepted
 _TREE_ADVICE = "Expected a new file in a directory that may be written to."
 _DEPTH_OF_MODEL = 8  # of draft models, which draft to any depth; a choice
+_FEW_PROMPTS = options.PromptOptions(num_prompts=16)
+_MANY_PROMPTS = options.PromptOptions(prompts="all", num_prompts=96, max_tokens=96)
 
 
 def train(
@@ -53,7 +58,7 @@ def train(
     init: Annotated[
         str | None,
         _head(
-            parser=options.local_place,
+            parser=options.local_path,
             help="Start from this head or draft model, as MODEL is named, instead of new weights. A draft "
             "model needs the target's tokenizer.",
         ),
@@ -152,17 +157,16 @@ def train(
     arguments |= {"sizes": _pairs(sizes, "--set"), "objective": _pairs(objective, "--objective")}
     arguments |= {"joint": None if joint is None else _pairs(joint, "--joint")}
     del arguments["threads"], arguments["as_json"]
-    from foretoken.decoder.library import set_num_threads
     from foretoken.training.run import Interrupted
     from foretoken.training.train import train as trained
 
     keep_freed_memory()
-    if threads is not None:
-        set_num_threads(threads)
+    options.use_threads(threads)
     with step_progress(steps) as on_step, progress("held-out tokens") as on_held_out:
-        command = f"$ {shlex.join(['foretoken', *sys.argv[1:]])}"
         try:
-            result = trained(**arguments, on_step=on_step, on_held_out=on_held_out, command=command)
+            result = trained(
+                **arguments, on_step=on_step, on_held_out=on_held_out, command=f"$ {options.command_line()}"
+            )
         except Interrupted as err:
             terminal.print_note(f"stopped; the same command continues from '{err.directory}'")
             raise typer.Exit(128 + err.number) from err
@@ -229,10 +233,7 @@ def tree(
         Path | None, typer.Option(help="File to make with the tree, JSON, for -s METHOD:tree=@FILE.")
     ] = None,
     *,
-    prompts: options.Prompts = "heldout",
-    num_prompts: options.NumPrompts = 8,
-    max_tokens: options.MaxTokens = 128,
-    temperature: options.Temperatures = None,
+    asked: options.PromptOptions,
     seed: options.Seed = 0,
     loading: Annotated[options.LoadOptions, ("dtype", "device", "threads")],
     as_json: options.AsJson = False,
@@ -243,7 +244,6 @@ def tree(
     that the tokens before it were right. The tree holds the nodes with the greatest products of rates along their
     paths.
     """
-    from foretoken.bench.workload import TokenProgress, make_workload, read_prompts
     from foretoken.core.token_tree import MAX_NODES
     from foretoken.files.atomic_files import check_writable, told_as, write_file
     from foretoken.training.evaluation import measured_acceptance, tuned_tree
@@ -251,21 +251,16 @@ def tree(
     name, drafter_options = _one_drafter(speculative_config, model)
     if nodes > MAX_NODES:
         raise ConfigError(f"--nodes is {nodes}. Expected at most {MAX_NODES}.")
-    if out is not None and (out.exists() or out.is_symlink()):
-        raise ConfigError(f"'{out}' exists already. Expected a new file. Choose another or remove it.")
     if out is not None:
+        options.check_absent(out, "file")
         check_writable(out, ConfigError, _TREE_ADVICE)
-    rows = read_prompts(prompts, limit=num_prompts)
+    rows = asked.rows()
     loaded, tokenizer = loading.load(model, unpacks=True)
-    options.check_max_tokens(max_tokens, loaded)
-    workload = make_workload(
-        rows, loaded, tokenizer, temperatures=temperature or (0.0, 0.8), max_tokens=max_tokens, seed=seed
-    )
+    workload = asked.workload(rows, loaded, tokenizer, seed=seed)
     drafter, deepest = _drafter(drafter_options, loaded, tokenizer)
     if depth is not None and depth > (deepest or _DEEPEST):
         raise ConfigError(f"--depth is {depth}, but drafts are {deepest or _DEEPEST} deep at most. Expected no more.")
-    with progress("tokens") as on_progress:
-        counter = TokenProgress(workload, len(workload.temperatures), report=on_progress)
+    with _counted_tokens(workload) as counter:
         measured = measured_acceptance(drafter, loaded, tokenizer, workload, progress=counter)
     table = measured[:depth] if deepest is not None else measured * (depth or _DEPTH_OF_MODEL)
     tuned = tuned_tree(table, max_nodes=nodes, sizes=_SIZES)
@@ -273,10 +268,7 @@ def tree(
     if out is not None:
         with told_as(ConfigError, f"'{out}'", _TREE_ADVICE):
             write_file(out, json.dumps(choices) + "\n")
-    header = options.run_header(
-        loaded, drafter=name, prompts=len(workload.prompts), max_tokens=max_tokens,
-        temperatures=list(workload.temperatures), seed=seed,
-    )  # fmt: skip
+    header = _header(loaded, name, workload)
     if as_json:
         expected = {str(size): tokens for size, tokens in tuned.tokens_by_nodes.items()}
         options.print_json({**header, "acceptance": measured, "tokens_by_nodes": expected, "tree": choices})
@@ -290,8 +282,7 @@ def acceptance(
     head: Annotated[str, typer.Argument(help="A head that `foretoken train` made: a directory or a hub id.")],
     out: Annotated[Path, typer.Option(help="Directory of the head with the results; must not exist.")],
     *,
-    prompts: options.Prompts = "heldout",
-    num_prompts: options.NumPrompts = 16,
+    asked: Annotated[options.PromptOptions, ("prompts", "num_prompts")] = _FEW_PROMPTS,
     loading: Annotated[options.LoadOptions, ("dtype", "device", "threads")],
     as_json: options.AsJson = False,
 ) -> None:
@@ -307,8 +298,7 @@ def acceptance(
     from foretoken.formats.registry import read_head
     from foretoken.training.report import held_out_workload, saved_head
 
-    if out.exists() or out.is_symlink():
-        raise ConfigError(f"'{out}' exists already. Expected a new directory. Choose another or remove it.")
+    options.check_absent(out, "directory")
     checkpoint = read_head(local_head(head))[1]
     if "settings" not in checkpoint.notes:
         raise ConfigError(
@@ -322,7 +312,7 @@ def acceptance(
         facts = saved_head(
             replace(checkpoint, target=checkpoint.target or TargetFingerprint.of(loaded)), out, target=loaded,
             tokenizer=tokenizer, dtype=str(stored).removeprefix("torch."),
-            workload=held_out_workload(prompts, num_prompts, loaded, tokenizer), on_progress=on_progress,
+            workload=held_out_workload(asked.prompts, asked.num_prompts, loaded, tokenizer), on_progress=on_progress,
         )  # fmt: skip
     assert facts is not None, "there is one process"
     if as_json:
@@ -339,10 +329,7 @@ def stop(
         typer.Option(min=2, max=64, help="Most tokens of a draft. Default: all of a head; 16 for a draft model."),
     ] = None,
     *,
-    prompts: options.Prompts = "all",
-    num_prompts: options.NumPrompts = 96,
-    max_tokens: options.MaxTokens = 96,
-    temperature: options.Temperatures = None,
+    asked: options.PromptOptions = _MANY_PROMPTS,
     seed: options.Seed = 0,
     loading: Annotated[options.LoadOptions, ("dtype", "device", "threads")],
     as_json: options.AsJson = False,
@@ -353,53 +340,69 @@ def stop(
     accepted. On a quarter of the texts the threshold and the greatest length are chosen that give most tokens a second,
     by passes and drafts that are timed here. Use a rule as -s METHOD:control=disco, or control=specdec_pp.
     """
-    from foretoken.bench.workload import TokenProgress, make_workload, read_prompts
     from foretoken.drafters.base import LONGEST_CHAIN
     from foretoken.training import stopping
-    from foretoken.trees.stopping import TRAINED, check_rule_path, write_rule
+    from foretoken.trees.stopping import TRAINED, check_rule_path
 
     name, drafter_options = _one_drafter(speculative_config, model)
-    asked = read_prompts(prompts, limit=num_prompts)
-    if len(asked) < 2:
+    rows = asked.rows()
+    if len(rows) < 2:
         raise ConfigError("there is one prompt. Expected two at least, to train on and to choose thresholds by.")
     loaded, tokenizer = loading.load(model, unpacks=True)
-    options.check_max_tokens(max_tokens, loaded)
-    workload = make_workload(
-        asked, loaded, tokenizer, temperatures=temperature or (0.0,), max_tokens=max_tokens, seed=seed
-    )
+    workload = asked.workload(rows, loaded, tokenizer, temperatures=(0.0,), seed=seed)
     drafter, deepest = _drafter(drafter_options, loaded, tokenizer)
-    place, depth = Path(str(drafter_options.model)), min(depth or LONGEST_CHAIN, deepest or _DEEPEST)
-    if not place.exists():
-        raise ConfigError(f"'{place}' is no directory here. Expected one, to keep the rules in. Download the drafter.")
-    check_rule_path(place)
+    path, depth = Path(str(drafter_options.model)), min(depth or LONGEST_CHAIN, deepest or _DEEPEST)
+    if not path.exists():
+        raise ConfigError(f"'{path}' is no directory here. Expected one, to keep the rules in. Download the drafter.")
+    check_rule_path(path)
     seconds = stopping.iteration_seconds(
         loaded, tokenizer, workload.prompts, options=drafter_options, controls=("fixed", *TRAINED), depth=depth
     )
-    with progress("tokens") as on_progress:
-        counter = TokenProgress(workload, len(workload.temperatures), report=on_progress)
+    with _counted_tokens(workload) as counter:
         log = stopping.log_drafts(drafter, loaded, tokenizer, workload, depth=depth, progress=counter)
     trained = stopping.train_rules(log, seconds)
-    length, best = stopping.best_length(log[:: stopping.HELD_BACK], seconds["fixed"])
-    rows = [{"control": "fixed", "max_depth": length, "tokens_per_s": best.rate, "tau": best.tokens / best.passes}]
-    for control, (rule, replayed, error) in trained.items():
-        write_rule(rule, place, control)
-        rows.append({
-            "control": control, "threshold": round(rule.threshold, 3), "max_depth": rule.max_depth,
-            "tokens_per_s": replayed.rate, "tau": replayed.tokens / replayed.passes, "calibration_error": error,
-        })  # fmt: skip
-    header = options.run_header(
-        loaded, drafter=name, prompts=len(workload.prompts), max_tokens=max_tokens,
-        temperatures=list(workload.temperatures),
-        seed=seed,
-    )  # fmt: skip
+    length, best = stopping.best_length(log[:: stopping.HELD_BACK], seconds["fixed"].total)
+    fixed = {"control": "fixed", "max_depth": length, "tokens_per_s": best.rate, "tau": best.tokens / best.passes}
+    rules = [fixed, *_kept_rules(trained, path)]
+    header = _header(loaded, name, workload)
     if as_json:
-        options.print_json({**header, "rules": rows})
+        options.print_json({**header, "rules": rules})
         return
     terminal.conditions(header)
     columns = ["control", "threshold", "max_depth", "tokens_per_s", "tau", "calibration_error"]
-    cells = [[_cell(row.get(column)) for column in columns] for row in rows]
+    cells = [[_cell(rule.get(column)) for column in columns] for rule in rules]
     terminal.print_table([column.replace("_", " ") for column in columns], cells, title="replayed on held-back texts")
-    terminal.print_line(f"wrote {', '.join(TRAINED)} to {place / 'control'}: pass -s METHOD:control=NAME")
+    terminal.print_line(f"wrote {', '.join(TRAINED)} to {path / 'control'}: pass -s METHOD:control=NAME")
+
+
+def _kept_rules(trained: Mapping[str, tuple[Any, Any, float]], path: Path) -> list[dict[str, Any]]:
+    """Writes trained rules beside the weights of a drafter; returns what is printed of them."""
+    from foretoken.trees.stopping import write_rule
+
+    for control, (rule, _, _) in trained.items():
+        write_rule(rule, path, control)
+    return [
+        {
+            "control": control, "threshold": round(rule.threshold, 3), "max_depth": rule.max_depth,
+            "tokens_per_s": replayed.rate, "tau": replayed.tokens / replayed.passes, "calibration_error": error,
+        }
+        for control, (rule, replayed, error) in trained.items()
+    ]  # fmt: skip
+
+
+@contextmanager
+def _counted_tokens(workload: Workload) -> Iterator[TokenProgress]:
+    from foretoken.bench.workload import TokenProgress
+
+    with progress("tokens") as on_progress:
+        yield TokenProgress(workload, len(workload.temperatures), report=on_progress)
+
+
+def _header(loaded: LoadedModel, drafter: str, workload: Workload) -> dict[str, Any]:
+    return options.run_header(
+        loaded, drafter=drafter, prompts=len(workload.prompts), max_tokens=workload.max_tokens,
+        temperatures=list(workload.temperatures), seed=workload.seed,
+    )  # fmt: skip
 
 
 def _cell(value: object) -> str:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import functools
 import io
+import json
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, TextIO
 from unittest import mock
@@ -80,3 +82,38 @@ def run(
             given.detach()  # what was passed is closed by who opened it
             signal.signal(signal.SIGINT, on_interrupt)  # a process of its own would end now
     return Finished(code, out.getvalue(), err.getvalue())
+
+
+def done(*arguments: str, **options: Any) -> Finished:
+    """A call that must succeed."""
+    result = run(*arguments, **options)
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result
+
+
+def output_of(*arguments: str, **options: Any) -> str:
+    """Standard output of a call that must succeed."""
+    return done(*arguments, **options).stdout
+
+
+def report_of(*arguments: str, **options: Any) -> dict[str, Any]:
+    """The JSON object of a call that must succeed."""
+    report: dict[str, Any] = json.loads(output_of(*arguments, "--json", **options))
+    return report
+
+
+def refused(*arguments: str, code: int = 2, **options: Any) -> str:
+    """What a call says that must fail, on standard error alone and without a traceback."""
+    result = run(*arguments, **options)
+    assert (result.returncode, result.stdout) == (code, ""), result.stdout + result.stderr
+    assert "Traceback" not in result.stderr
+    return result.stderr
+
+
+def assert_refused(parts: str | Sequence[str], *arguments: str, **options: Any) -> None:
+    """A call that must fail says all of some parts, in one line."""
+    told = refused(*arguments, **options)
+    errors = [line for line in told.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1, told
+    for part in [parts] if isinstance(parts, str) else parts:
+        assert part in told

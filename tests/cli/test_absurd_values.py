@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import typer
-from command_line import MODEL, ROOT, run
+from command_line import MODEL, ROOT, assert_refused, output_of, refused
 
 from foretoken.cli.commands import app
 
@@ -57,12 +57,8 @@ ARGUMENTS = [
 
 def refusal(name: str, arguments: tuple[str, ...], out: Path) -> str:
     """The one sentence that a command says."""
-    result = run(*name.split(), *(argument.format(out=out) for argument in arguments))
-    assert result.returncode == 2, result.stdout + result.stderr
-    assert "Traceback" not in result.stderr
-    sentence, *more = result.stderr.splitlines()
-    assert more in ([], [f"Try '{sentence.split()[0]}"]) or more[0].startswith("Try '")
-    assert result.stdout == ""
+    sentence, *more = refused(*name.split(), *(argument.format(out=out) for argument in arguments)).splitlines()
+    assert not more or more[0].startswith("Try '")
     assert not out.exists()
     return sentence
 
@@ -130,12 +126,10 @@ def test_more_requests_in_flight_than_lines(tmp_path: Path) -> None:
     body = '{"model": "tinycode", "prompt": "x", "max_tokens": 1}'
     source.write_text(f'{{"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {body}}}\n')
     options = ("--model", MODEL, "--served-model-name", "tinycode", "--max-in-flight", "999999999")
-    result = run("batch", str(source), str(out), *options)
-    assert result.returncode == 0, result.stderr
+    output_of("batch", str(source), str(out), *options)
     assert json.loads(out.read_text())["custom_id"] == "a"
 
 
 def test_the_current_directory_may_be_named(tmp_path: Path) -> None:
-    result = run("convert", HEAD, ".")
-    assert (result.returncode, "'.' is not empty" in result.stderr) == (2, True)
+    assert_refused("'.' is not empty", "convert", HEAD, ".")
     assert (ROOT / "README.md").is_file()

@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command_line import MODEL, run
+from command_line import MODEL, assert_refused, output_of, refused
 from forked import ForkedCommand
 from limits import full_disk
 
 from foretoken import LLM
-from foretoken.cli.batch import _Progress
+from foretoken.cli.serve import _Progress
 from foretoken.core.errors import ConfigError
 from foretoken.server.batch import AnswerFile, BatchCounts, OpenLines, count_lines, held
 
@@ -78,9 +78,8 @@ def test_every_line_is_answered_and_bad_ones_end_nothing(tmp_path: Path) -> None
     out, plain = tmp_path / "out.jsonl", tmp_path / "plain.jsonl"
     template = ("--chat-template", str(tmp_path / "template"))
     for place, drafter in ((out, ("-s", "ngram:num_speculative_tokens=4")), (plain, ())):
-        finished = run("batch", str(source), str(place), "--model", MODEL, *template, *drafter)
-        assert finished.returncode == 0, finished.stderr
-        assert "15 lines answered, 11 of them with errors" in finished.stdout
+        told = output_of("batch", str(source), str(place), "--model", MODEL, *template, *drafter)
+        assert "15 lines answered, 11 of them with errors" in told
     answers = {answer["custom_id"] or answer["id"]: answer for answer in read(out)}
     statuses = {name: answer["response"]["status_code"] for name, answer in answers.items()}
     assert statuses == {
@@ -97,9 +96,7 @@ def test_every_line_is_answered_and_bad_ones_end_nothing(tmp_path: Path) -> None
         assert contents(theirs) == contents(ours)
     (content,) = contents(bodies["response"])
     assert content["text"] == bodies["chat"]["choices"][0]["message"]["content"], "they ask for the same"
-    refused = run("batch", str(source), str(out), "--model", MODEL)
-    assert refused.returncode == 2
-    assert "exists" in refused.stderr
+    assert_refused("exists", "batch", str(source), str(out), "--model", MODEL)
     assert {path.name for path in tmp_path.iterdir()} == {"in.jsonl", "template", "out.jsonl", "plain.jsonl"}
 
 
@@ -114,25 +111,22 @@ def assert_goes_on(source: Path, out: Path, whole: bytes) -> None:
     part, kept = out.with_name(f"{out.name}.part"), whole.splitlines()
     part.write_bytes(whole + kept[0][: len(kept[0]) // 2])
     names = [json.loads(line)["custom_id"] for line in source.read_text().splitlines()]
-    other = run("batch", str(source), str(out), "--model", MODEL, "--served-model-name", "other")
-    assert (other.returncode, "holds answers of the model" in other.stderr) == (2, True)
-    finished = run("batch", str(source), str(out), "--model", MODEL)
-    assert finished.returncode == 0, finished.stderr
-    assert (
-        f"{len(names) - len(kept)} lines answered, 0 of them with errors, {len(kept)} of an earlier" in finished.stdout
-    )
+    command = ("batch", str(source), str(out), "--model", MODEL)
+    assert_refused("holds answers of the model", *command, "--served-model-name", "other")
+    told = f"{len(names) - len(kept)} lines answered, 0 of them with errors, {len(kept)} of an earlier"
+    assert told in output_of(*command)
     assert out.read_bytes().startswith(whole)
     assert not part.exists()
     answers = {answer["custom_id"]: text(answer) for answer in read(out)}
     assert (len(read(out)), sorted(answers)) == (len(names), sorted(names))
     again = out.with_name("again.jsonl")
-    assert run("batch", str(source), str(again), "--model", MODEL).returncode == 0
+    output_of("batch", str(source), str(again), "--model", MODEL)
     assert answers == {answer["custom_id"]: text(answer) for answer in read(again)}
 
 
 def test_a_run_that_broke_off_goes_on(tmp_path: Path) -> None:
     source, first = numbered_requests(tmp_path / "in.jsonl", 6, 4), tmp_path / "first.jsonl"
-    assert run("batch", str(source), str(first), "--model", MODEL).returncode == 0
+    output_of("batch", str(source), str(first), "--model", MODEL)
     assert_goes_on(source, tmp_path / "out.jsonl", b"".join(first.read_bytes().splitlines(keepends=True)[:3]))
 
 
@@ -156,11 +150,9 @@ def test_one_run_at_a_time_and_no_lock_is_left(tmp_path: Path) -> None:
     source, out = write(tmp_path / "in.jsonl", [request("a", prompt="x")]), tmp_path / "out.jsonl"
     with held(out):
         for _ in range(2):  # what one that was refused leaves keeps out the next
-            refused = run("batch", str(source), str(out), "--model", MODEL)
-            assert refused.returncode == 2
-            assert "another run writes" in refused.stderr
+            assert_refused("another run writes", "batch", str(source), str(out), "--model", MODEL)
         assert {path.name for path in tmp_path.iterdir()} == {"in.jsonl", "out.jsonl.lock"}
-    assert run("batch", str(source), str(out), "--model", MODEL).returncode == 0
+    output_of("batch", str(source), str(out), "--model", MODEL)
     assert {path.name for path in tmp_path.iterdir()} == {"in.jsonl", "out.jsonl"}
 
 
@@ -191,10 +183,7 @@ def test_bad_input_is_one_sentence(tmp_path: Path) -> None:
         ((str(source), str(tmp_path / "foreign.jsonl")), "data other than answers"),
         ((str(source), out, "-s", "oracle"), "must know the text"),
     ):
-        finished = run("batch", *arguments, "--model", MODEL)
-        assert finished.returncode == 2, arguments
-        assert sentence in finished.stderr, finished.stderr
-        assert "Traceback" not in finished.stderr
+        assert_refused(sentence, "batch", *arguments, "--model", MODEL)
     assert not Path(out).exists()
 
 
@@ -202,7 +191,7 @@ def test_the_time_left_is_that_of_lines_that_were_answered(monkeypatch: pytest.M
     """A hundred seconds of starting and the first lines to be answered say nothing of the others."""
     said: list[str] = []
     now = 0.0
-    monkeypatch.setattr("foretoken.cli.batch.time.perf_counter", lambda: now)
+    monkeypatch.setattr("foretoken.cli.serve.time.perf_counter", lambda: now)
     shown = _Progress(24, 8, said.append, 0.0)
     shown.starting(0, 2)
     shown.show(BatchCounts(answered=3, failed=3))  # lines that no worker has to see
@@ -225,6 +214,6 @@ def test_the_share_of_memory_is_that_of_llm(share: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="Expected above 0 and at most 1") as caught:
         LLM(MODEL, gpu_memory_utilization=float(share))
     more = ("--model", MODEL, "--gpu-memory-utilization")
-    said = run("batch", str(source), str(tmp_path / "out"), *more, share).stderr
+    said = refused("batch", str(source), str(tmp_path / "out"), *more, share)
     assert (str(caught.value) if share == "0" else f"--gpu-memory-utilization is {share}. Expected") in said
-    assert run("batch", str(source), str(tmp_path / "out"), *more, "0.3").returncode == 0
+    output_of("batch", str(source), str(tmp_path / "out"), *more, "0.3")

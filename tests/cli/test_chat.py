@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command_line import MODEL, Terminal, run
+from command_line import MODEL, Terminal, assert_refused, done
 
 from foretoken import LLM, SamplingParams
 from foretoken.cli.chat import _next_line
@@ -43,8 +43,7 @@ def prompts(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def test_a_conversation(template: str, prompts: list[str]) -> None:
     options = ("--chat-template", template, "--max-tokens", "12", "--system", "code", "-v")
     lines = "class Queue:\n\ndef f():\n/reset\nclass Queue:\n/exit\nnever read\n"
-    result = run("chat", MODEL, "-s", "ngram", "--color", *options, stdin=lines)
-    assert result.returncode == 0, result.stderr
+    result = done("chat", MODEL, "-s", "ngram", "--color", *options, stdin=lines)
     beginning = "# system: code\n# user: class Queue:\n"
     assert [prompts[0], prompts[2], len(prompts)] == [beginning, beginning, 3]
     answer = prompts[1].removeprefix(beginning + "# assistant: ").removesuffix("\n# user: def f():\n")
@@ -67,8 +66,8 @@ def test_ctrl_c_ends_an_answer(template: str, prompts: list[str], monkeypatch: p
         begin(self, **fields)
 
     monkeypatch.setattr(StreamChunk, "__init__", interrupted)
-    result = run("chat", MODEL, "--chat-template", template, "--max-tokens", "12", stdin="class Queue:\ndef f():\n")
-    assert result.returncode == 0, result.stderr
+    options = ("--chat-template", template, "--max-tokens", "12")
+    result = done("chat", MODEL, *options, stdin="class Queue:\ndef f():\n")
     assert result.stderr.count("[ended: interrupted]") == 1
     assert result.stderr.count("[ended: length]") == 1
     first = prompts[1].split("# assistant: ")[1].split("\n# user: def f():")[0]
@@ -94,14 +93,12 @@ def test_lines_of_a_terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
 
 
 def test_what_is_too_long_or_has_no_template(template: str) -> None:
-    result = run("chat", MODEL, stdin="hello\n")
-    assert result.returncode == 2
-    assert "has no chat template: the model was not trained for conversations" in result.stderr
-    assert "--chat-template FILE" in result.stderr
+    parts = ("has no chat template: the model was not trained for conversations", "--chat-template FILE")
+    assert_refused(parts, "chat", MODEL, stdin="hello\n")
     long = "x = 1; " * 2000
-    result = run("chat", MODEL, "--chat-template", template, "--max-tokens", "2", stdin=f"{long}\nclass Queue:\n")
-    assert result.returncode == 0
+    options = ("--chat-template", template, "--max-tokens", "2")
+    result = done("chat", MODEL, *options, stdin=f"{long}\nclass Queue:\n")
     assert "Expected at most 1023" in result.stderr
     assert "/reset forgets the conversation" in result.stderr
     assert result.stderr.count("[ended: length]") == 1
-    assert run("chat", MODEL, "-s", "ngram", "-s", "hydra").returncode == 2
+    assert_refused("chat takes one --speculative-config", "chat", MODEL, "-s", "ngram", "-s", "hydra")

@@ -9,28 +9,21 @@ import json
 import re
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import pytest
-from command_line import MODEL, run, run_main
+from command_line import MODEL, done, output_of, report_of, run_main, run_process
 
-from foretoken.bench import compare
+import foretoken.runner.costs as costs_module
+from foretoken.bench import compare  # binds `measure_costs` when it is imported: not while that is replaced
+from foretoken.decoder.library import native_library
+from foretoken.runner.costs import CostCurve, PassCosts
 
 PROMPT = "def read_lines(path):\n"
 
 
-def output_of(*arguments: str, stdin: str = "") -> str:
-    """Standard output of `foretoken …`, which must succeed."""
-    result = run(*arguments, stdin=stdin)
-    assert result.returncode == 0, result.stderr
-    return result.stdout
-
-
-def generated(*arguments: str) -> dict[str, object]:
-    """The JSON object of `foretoken generate`."""
-    result: dict[str, object] = json.loads(
-        output_of("generate", MODEL, "-p", PROMPT, "--max-tokens", "24", "--json", *arguments)
-    )
-    return result
+def generated(*arguments: str) -> dict[str, Any]:
+    return report_of("generate", MODEL, "-p", PROMPT, "--max-tokens", "24", *arguments)
 
 
 WITHOUT = """
@@ -50,8 +43,8 @@ def test_commands_of_the_base_package_need_no_extra() -> None:
         "pyarrow", "ray", "starlette", "tensorboard", "triton", "uvicorn",
     )  # fmt: skip
     arguments = ("generate", MODEL, "-s", "ngram", "--prompt", PROMPT, "--max-tokens", "4")
-    done = run_main(f"sys.modules.update(dict.fromkeys({extras}))", *arguments)
-    assert done.returncode == 0, done.stderr
+    ended = run_main(f"sys.modules.update(dict.fromkeys({extras}))", *arguments)
+    assert ended.returncode == 0, ended.stderr
 
 
 @pytest.mark.parametrize(
@@ -69,11 +62,9 @@ def test_rounded_targets(rounding: dict[str, str]) -> None:
     drafted = generated(*options, "-s", "hass:chain:num_speculative_tokens=4")
     assert {name: plain.get(name) for name in rounding} == rounding
     assert drafted["token_ids"] == plain["token_ids"]
-    assert drafted["metrics"]["mean_acceptance_length"] > 1.8  # type: ignore[index]
-    checked = output_of(
-        "verify", MODEL, *options, "-s", "draft_model:tree", "--num-prompts", "2", "--max-tokens", "16", "--json"
-    )
-    assert [row["divergence"] for row in json.loads(checked)["checks"]] == [None] * 4, "two texts at two temperatures"
+    assert drafted["metrics"]["mean_acceptance_length"] > 1.8
+    checked = report_of("verify", MODEL, *options, "-s", "draft_model:tree", "--num-prompts", "2", "--max-tokens", "16")
+    assert [row["divergence"] for row in checked["checks"]] == [None] * 4, "two texts at two temperatures"
 
 
 @pytest.mark.parametrize(
@@ -87,11 +78,11 @@ def test_rounded_targets(rounding: dict[str, str]) -> None:
 def test_generate_json_is_the_same_with_every_drafter(config: str) -> None:
     plain = generated()
     assert plain["runner"] in ("lean-native", "lean-stock")
-    assert len(plain["token_ids"]) == plain["metrics"]["num_emitted"] == 24  # type: ignore[arg-type, index]
+    assert len(plain["token_ids"]) == plain["metrics"]["num_emitted"] == 24
     drafted = generated("-s", config)
     assert drafted["token_ids"] == plain["token_ids"]
     assert drafted["text"] == plain["text"]
-    assert drafted["metrics"]["steps"] <= 24  # type: ignore[index]
+    assert drafted["metrics"]["steps"] <= 24
 
 
 def test_generate_with_the_generic_decoder() -> None:
@@ -114,16 +105,15 @@ def test_generate_streams_the_whole_text(tmp_path: Path) -> None:
 
 def test_verify_and_its_exit_code() -> None:
     arguments = ["verify", MODEL, "-s", "ngram", "-s", "draft_model:tree", "--num-prompts", "2", "--max-tokens", "8"]
-    report = json.loads(output_of(*arguments, "--batch-size", "2", "--json"))
+    report = report_of(*arguments, "--batch-size", "2")
     assert [check["verdict"] for check in report["checks"]] == ["identical"] * 8  # 2 setups, 2 temperatures, 2 prompts
     assert all(check["runner_choice"].startswith(f"{check['runner']} is used: ") for check in report["checks"])
     assert "identical" in output_of(*arguments, "--num-prompts", "1", "--max-tokens", "4")
 
 
 def test_bench_reports_every_setup() -> None:
-    arguments = ("-s", "ngram", "-s", "draft_model", "--num-prompts", "2", "--max-tokens", "8", "--json")
-    report = json.loads(output_of("bench", MODEL, *arguments))
-    rows = report["measurements"]
+    arguments = ("-s", "ngram", "-s", "draft_model", "--num-prompts", "2", "--max-tokens", "8")
+    rows = report_of("bench", MODEL, *arguments)["measurements"]
     names = ["plain", "ngram", "draft_model"]
     assert [(row["setup"], row["temperature"]) for row in rows] == [(name, t) for t in (0.0, 0.8) for name in names]
     for row in rows:
@@ -137,7 +127,7 @@ def test_bench_measures_the_engine_itself(monkeypatch: pytest.MonkeyPatch) -> No
     """An oracle at fixed acceptance, and the cost of passes by width."""
     oracle = json.dumps({"method": "oracle", "pattern": [3], "num_speculative_tokens": 6})
     arguments = ("-s", oracle, "--num-prompts", "2", "--max-tokens", "17", "--temperature", "0.8", "--cost-curve")
-    report = json.loads(output_of("bench", MODEL, *arguments, "--json"))
+    report = report_of("bench", MODEL, *arguments)
     plain, row = report["measurements"]
     assert row["num_identical"] == 2
     assert row["mean_acceptance_length"] == 4.0
@@ -159,17 +149,17 @@ def test_bench_measures_the_engine_itself(monkeypatch: pytest.MonkeyPatch) -> No
     ],
 )
 def test_inspect_needs_no_torch(directory: str) -> None:
-    done = run_main(WITHOUT.format(names={"torch", "transformers"}), "inspect", directory, "--json")
-    assert (done.returncode, done.stderr) == (0, "imported nothing")
-    assert json.loads(done.stdout)["directory"] == directory
+    ended = run_main(WITHOUT.format(names={"torch", "transformers"}), "inspect", directory, "--json")
+    assert (ended.returncode, ended.stderr) == (0, "imported nothing")
+    assert json.loads(ended.stdout)["directory"] == directory
 
 
 def test_generate_says_what_loading_took_and_why_it_does_not_draft() -> None:
     arguments = ("generate", MODEL, "-p", PROMPT, "--max-tokens", "40", "-s", "draft_model")
-    result = run(*arguments, "--verbose")
+    result = done(*arguments, "--verbose")
     stages = ("Python and command", "libraries", "weights and tokenizer", "runner and drafter")
     assert re.search("".join(rf" {stage} +[\d.]+\n" for stage in (*stages, "all")), result.stderr)
-    metrics = json.loads(output_of(*arguments, "--json"))
+    metrics = report_of(*arguments)
     assert metrics["load_seconds"].keys() == set(stages)
     # Whether drafts pay is the machine's to say; the line is there whenever the engine did not draft.
     skipped = re.search(r"\[did not draft in (\d+) of (\d+) passes: a pass of \d+ tokens costs [\d.]+x", result.stderr)
@@ -186,14 +176,14 @@ def test_generate_says_what_loading_took_and_why_it_does_not_draft() -> None:
 def test_generate_says_which_decoder_is_used_and_why_passes_were_not_drafted_for() -> None:
     arguments = ("generate", MODEL, "-p", PROMPT, "--max-tokens", "24", "--runner", "lean-stock")
     config = ("-s", "ngram:num_speculative_tokens=4")
-    assert "lean-stock is used: it was asked for" in run(*arguments, "-v").stderr
-    plain = json.loads(output_of(*arguments, "--json"))
+    assert "lean-stock is used: it was asked for" in done(*arguments, "-v").stderr
+    plain = report_of(*arguments)
     assert (plain["runner_choice"], plain["not_drafted"]) == ("lean-stock is used: it was asked for", None)
-    report = json.loads(output_of(*arguments, *config, "--json"))
+    report = report_of(*arguments, *config)
     passes = report["not_drafted"]["passes"]
     assert passes["found nothing"] > 0  # the prompt repeats nothing at first
     assert passes.keys() <= {"found nothing", "not asked"}
-    said = re.search(r"\[nothing drafted in (\d+) of (\d+) passes: (.*)\]", run(*arguments, *config, "-v").stderr)
+    said = re.search(r"\[nothing drafted in (\d+) of (\d+) passes: (.*)\]", done(*arguments, *config, "-v").stderr)
     assert said is not None
     assert (int(said[1]), int(said[2])) == (sum(passes.values()), report["metrics"]["steps"])
     assert {part.rpartition(" in ")[0]: int(part.rpartition(" in ")[2]) for part in said[3].split(", ")} == passes
@@ -212,15 +202,15 @@ def test_generate_says_that_a_drafter_fails(tmp_path: Path, monkeypatch: pytest.
     (tmp_path / "failing" / "drafter.py").write_text("\n".join(lines))
     monkeypatch.syspath_prepend(tmp_path)
     arguments = ("generate", MODEL, "-p", PROMPT, "--max-tokens", "8", "-s", "failing.drafter:num_speculative_tokens=1")
-    report = json.loads(output_of(*arguments, "--json"))["not_drafted"]
+    report = report_of(*arguments)["not_drafted"]
     # After five failures in a row the drafter is switched off, and nobody is asked.
     assert report == {"passes": {"failed": 5, "not asked": 2}, "declined": None, "draft_error": "ValueError: no idea"}
-    assert "failed in 5, not asked in 2; the last failure: ValueError: no idea]" in run(*arguments, "-v").stderr
+    assert "failed in 5, not asked in 2; the last failure: ValueError: no idea]" in done(*arguments, "-v").stderr
 
 
 def test_a_text_cut_by_the_context_says_so() -> None:
     prompt = "value = 1\n" * 180
-    result = run("generate", MODEL, "--max-tokens", "200", "--ignore-eos", stdin=prompt)
+    result = done("generate", MODEL, "--max-tokens", "200", "--ignore-eos", stdin=prompt)
     assert "ended by the context of 1024 tokens]" in result.stderr
 
 
@@ -231,6 +221,46 @@ def test_version_and_no_command() -> None:
 
 
 def test_inspect() -> None:
-    facts = json.loads(output_of("inspect", MODEL, "--json"))
+    facts = report_of("inspect", MODEL)
     assert (facts["architecture"], facts["vocabulary"], facts["has_tokenizer"]) == ("LlamaForCausalLM", 6144, True)
     assert facts["can_be_target"].startswith("yes")
+
+
+def test_costs_are_measured_anew_when_asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    measured: list[str] = []
+
+    def instantly(model: Any, decoder: str) -> PassCosts:
+        measured.append(decoder)
+        return PassCosts(*[CostCurve((1,), (0.5,))] * 3)
+
+    native_library()  # not to be compiled anew for an empty cache
+    monkeypatch.setenv("FORETOKEN_CACHE", str(tmp_path))
+    monkeypatch.setattr(costs_module, "measure_costs", instantly)
+    arguments = ("bench", MODEL, "-s", "draft_model", "--num-prompts", "1", "--max-tokens", "2", "--temperature", "0")
+    for expected, more in ((1, ()), (1, ()), (2, ("--refresh-costs",))):
+        output_of(*arguments, *more)
+        assert len(measured) == expected
+
+
+def test_the_bundled_models_are_listed_with_their_draft_models() -> None:
+    found = {each["name"]: each for each in report_of("models")["models"]}
+    draft = found["models/tinycode-draft"]
+    assert draft["drafts_for"][MODEL] == draft["num_bytes"] / found[MODEL]["num_bytes"]
+    assert draft["format"] == "safetensors BF16"
+    shown = output_of("models")
+    assert "models/tinycode-draft drafts for models/tinycode (15% of its bytes)" in shown
+    assert "models/tinycode-hydra" not in shown  # a head
+
+
+def test_neither_the_list_nor_a_mistyped_name_needs_torch() -> None:
+    code = (
+        "import sys; from foretoken.cli.main import main\n"
+        "for sys.argv[1:] in (['models'], ['generate', 'models/tinycod', '-p', 'x']):\n"
+        "    try: main()\n"
+        "    except SystemExit as end: print(end.code)\n"
+        "assert not {'torch', 'transformers'} & sys.modules.keys()"
+    )
+    done = run_process("-c", code)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "2"
+    assert "Did you mean 'models/tinycode'?" in done.stderr

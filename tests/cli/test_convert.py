@@ -7,17 +7,18 @@ import shutil
 import sys
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
-from command_line import MODEL, ROOT, Finished, run
+from command_line import MODEL, ROOT, assert_refused, output_of, report_of, run
 from safetensors.torch import load_file, save_file
 from tiny_models import tiny_model
 
-from foretoken.formats import native
+from foretoken.formats import files, native
 from foretoken.formats.checkpoint import HeadCheckpoint, TargetFingerprint
 from foretoken.formats.conversion import head_shapes
-from foretoken.formats.registry import read_head
+from foretoken.formats.registry import known_formats, read_head
 from foretoken.heads.base import HeadConfig
 from foretoken.heads.decoder_layer import LayerConfig
 from foretoken.heads.eagle import EagleConfig
@@ -54,22 +55,6 @@ def assert_equal(one: HeadCheckpoint, other: HeadCheckpoint) -> None:
     assert all(torch.equal(other.weights[key], tensor) for key, tensor in one.weights.items())
 
 
-def assert_refused(result: Finished, *parts: str) -> None:
-    assert result.returncode == 2, result.stdout + result.stderr
-    assert "Traceback" not in result.stderr
-    assert result.stdout == ""
-    assert result.stderr.startswith("error: ")
-    assert result.stderr.count("\n") == 1
-    for part in parts:
-        assert part in result.stderr
-
-
-def succeeded(*arguments: str) -> str:
-    result = run(*arguments)
-    assert result.returncode == 0, result.stdout + result.stderr
-    return result.stdout
-
-
 @pytest.mark.parametrize(
     ("config", "to", "options"),
     [
@@ -83,10 +68,10 @@ def succeeded(*arguments: str) -> str:
 )
 def test_there_and_back(tmp_path: Path, config: HeadConfig, to: str, options: list[str]) -> None:
     head = written(tmp_path / "head", config)
-    text = succeeded("convert", str(tmp_path / "head"), str(tmp_path / "out"), "--to", to, *options)
+    text = output_of("convert", str(tmp_path / "head"), str(tmp_path / "out"), "--to", to, *options)
     assert "(native) ->" in text
     assert config.method in text
-    report = json.loads(succeeded("convert", str(tmp_path / "out"), str(tmp_path / "back"), "--json"))
+    report = report_of("convert", str(tmp_path / "out"), str(tmp_path / "back"))
     assert (report["source_format"], report["format"]) == (to.replace("-", "_"), "native")
     assert_equal(head, read_head(tmp_path / "back")[1])
     assert sorted(path.name for path in tmp_path.iterdir()) == ["back", "head", "out"]
@@ -95,14 +80,14 @@ def test_there_and_back(tmp_path: Path, config: HeadConfig, to: str, options: li
 def test_fewer_heads_and_another_dtype(tmp_path: Path) -> None:
     head = written(tmp_path / "head", MEDUSA, acceptance=[[0.5], [0.3], [0.2], [0.1]], choices=[[0], [0, 0, 0], [1]])
     options = ["--fixed_num_medusa_heads", "2", "--dtype", "bfloat16"]
-    succeeded("convert", str(tmp_path / "head"), str(tmp_path / "out"), "--to", "medusa", *options)
+    output_of("convert", str(tmp_path / "head"), str(tmp_path / "out"), "--to", "medusa", *options)
     cut = read_head(tmp_path / "out")[1]
     assert cut.config == MEDUSA.model_copy(update={"num_heads": 2})
     assert torch.equal(cut.weights["lm_head"], head.weights["lm_head"][:2].bfloat16())
     assert (cut.acceptance, cut.choices) == ([[0.5], [0.3]], [[0], [1]])
 
     written(tmp_path / "hydra", HYDRA)
-    succeeded("convert", str(tmp_path / "hydra"), str(tmp_path / "one"), "--num-hydra-heads", "1")
+    output_of("convert", str(tmp_path / "hydra"), str(tmp_path / "one"), "--num-hydra-heads", "1")
     assert read_head(tmp_path / "one")[1].config.num_heads == 1
 
 
@@ -131,7 +116,7 @@ def test_errors_leave_the_output_alone(
         written(tmp_path / "out", SPECULATOR)
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     arguments = ["convert", str(tmp_path / "head"), str(tmp_path / "out"), *options, *(["--force"] if force else [])]
-    assert_refused(run(*arguments), *parts)
+    assert_refused(parts, *arguments)
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
     assert (tmp_path / "out").exists() == force
 
@@ -141,55 +126,53 @@ def test_nothing_is_written_over(tmp_path: Path) -> None:
     out = tmp_path / "out"
     out.mkdir()
     arguments = ["convert", str(tmp_path / "head"), str(out), "--to", "medusa"]
-    succeeded(*arguments)  # an empty directory is nothing
-    assert_refused(run(*arguments), "is not empty", "Pass --force")
-    succeeded(*arguments[:-1], "vllm_medusa", "--force")
+    output_of(*arguments)  # an empty directory is nothing
+    assert_refused(("is not empty", "Pass --force"), *arguments)
+    output_of(*arguments[:-1], "vllm_medusa", "--force")
     assert sorted(path.name for path in out.iterdir()) == ["config.json", "model.safetensors"]
     (out / "precious").mkdir()
-    assert_refused(run(*arguments, "--force"), "is not a directory of a head alone")
+    assert_refused("is not a directory of a head alone", *arguments, "--force")
     assert (out / "precious").is_dir()
     file = tmp_path / "file"
     file.touch()
-    assert_refused(run("convert", str(tmp_path / "head"), str(file), "--force"), "is not a directory")
+    assert_refused("is not a directory", "convert", str(tmp_path / "head"), str(file), "--force")
 
 
 def test_a_head_may_replace_itself(tmp_path: Path) -> None:
     head = written(tmp_path / "head", MEDUSA)
-    succeeded("convert", str(tmp_path / "head"), str(tmp_path / "head"), "--to", "medusa", "--force")
+    output_of("convert", str(tmp_path / "head"), str(tmp_path / "head"), "--to", "medusa", "--force")
     name, back = read_head(tmp_path / "head")
     assert name == "medusa"
     assert_equal(head, back)
 
 
 def test_lm_head_and_embedding_come_from_the_target(tmp_path: Path) -> None:
-    from safetensors.torch import load_file
-
     tensors = load_file(ROOT / MODEL / "model.safetensors")
     embedding = tensors["model.embed_tokens.weight"].float()
     lm_head = tensors.get("lm_head.weight", embedding).float()
     vocab, width = lm_head.shape
     written(tmp_path / "head", HydraConfig(hidden_size=width, vocab_size=vocab, num_heads=1, num_layers=1))
     arguments = ["convert", str(tmp_path / "head"), str(tmp_path / "out"), "--to", "hydra", "--target", MODEL]
-    succeeded(*arguments)
+    output_of(*arguments)
     stored = torch.load(tmp_path / "out" / "hydra_lm_head.pt", weights_only=True)
     assert torch.equal(stored["hydra_lm_head.0.weight"], lm_head)
     assert torch.equal(stored["input_embed_fn.weight"], embedding)
     written(tmp_path / "other", MEDUSA)
     other = ["convert", str(tmp_path / "other"), str(tmp_path / "m"), "--to", "medusa"]
-    succeeded(*other)
-    assert_refused(run("convert", str(tmp_path / "m"), str(tmp_path / "no"), "--target", MODEL), "hidden_size 8")
+    output_of(*other)
+    assert_refused("hidden_size 8", "convert", str(tmp_path / "m"), str(tmp_path / "no"), "--target", MODEL)
 
 
 def test_sources_that_are_no_heads(tmp_path: Path) -> None:
-    assert_refused(run("convert", MODEL, str(tmp_path / "out")), "is a model and holds no draft head")
-    assert_refused(run("convert", str(tmp_path / "none"), str(tmp_path / "out")), "there is no head")
+    assert_refused("is a model and holds no draft head", "convert", MODEL, str(tmp_path / "out"))
+    assert_refused("there is no head", "convert", str(tmp_path / "none"), str(tmp_path / "out"))
     assert not (tmp_path / "out").exists()
 
 
 def test_inspect_of_a_head(tmp_path: Path) -> None:
     written(tmp_path / "head", HYDRA, acceptance=[[0.5], [0.25], [0.125]])
-    succeeded("convert", str(tmp_path / "head"), str(tmp_path / "out"), "--to", "tensorrt_llm", "--dtype", "float16")
-    facts = json.loads(succeeded("inspect", str(tmp_path / "out"), "--json"))
+    output_of("convert", str(tmp_path / "head"), str(tmp_path / "out"), "--to", "tensorrt_llm", "--dtype", "float16")
+    facts = report_of("inspect", str(tmp_path / "out"))
     expected = {
         "format": "tensorrt_llm",
         "method": "hydra",
@@ -205,7 +188,7 @@ def test_inspect_of_a_head(tmp_path: Path) -> None:
     }
     assert {key: facts[key] for key in expected} == expected
     assert facts["weight_bytes"] == 2 * facts["parameters"]
-    text = succeeded("inspect", str(tmp_path / "head"))
+    text = output_of("inspect", str(tmp_path / "head"))
     assert "hydra" in text
     assert "native" in text
 
@@ -213,7 +196,7 @@ def test_inspect_of_a_head(tmp_path: Path) -> None:
 def test_inspect_verify(tmp_path: Path) -> None:
     """0: in order; 1: readable and suspicious; 2: cannot be read."""
     head = written(tmp_path / "head", MEDUSA)
-    text = succeeded("inspect", str(tmp_path / "head"), "--verify")
+    text = output_of("inspect", str(tmp_path / "head"), "--verify")
     assert "no findings" in text
     assert "lm_head  [4, 13, 8]  float32" in text
     head.weights["weight"].zero_()
@@ -223,11 +206,11 @@ def test_inspect_verify(tmp_path: Path) -> None:
     assert json.loads(result.stdout)["findings"] == ["weight is zero everywhere"]
     head.weights["weight"][0] = float("nan")
     native.write_checkpoint(head, tmp_path / "head")
-    assert_refused(run("inspect", str(tmp_path / "head"), "--verify"), "not finite: weight")
+    assert_refused("not finite: weight", "inspect", str(tmp_path / "head"), "--verify")
 
 
 def test_inspect_verify_of_a_target(tmp_path: Path) -> None:
-    assert "no findings" in succeeded("inspect", MODEL, "--verify")
+    assert "no findings" in output_of("inspect", MODEL, "--verify")
     weights = load_file(ROOT / MODEL / "model.safetensors")
     weights["model.norm.weight"][0] = float("nan")
     shutil.copytree(ROOT / MODEL, tmp_path / "model")
@@ -240,7 +223,7 @@ def test_inspect_verify_of_a_target(tmp_path: Path) -> None:
 
 def test_inspect_verify_reports_what_readers_warn_about(tmp_path: Path) -> None:
     written(tmp_path / "head", MEDUSA)
-    succeeded("convert", str(tmp_path / "head"), str(tmp_path / "out"), "--to", "medusa")
+    output_of("convert", str(tmp_path / "head"), str(tmp_path / "out"), "--to", "medusa")
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     (tmp_path / "out" / "config.json").write_text(json.dumps(config | {"medusa_num_heads": 2}))
     result = run("inspect", str(tmp_path / "out"), "--verify")
@@ -252,16 +235,14 @@ def test_inspect_verify_reports_what_readers_warn_about(tmp_path: Path) -> None:
 def test_inspect_of_damaged_heads(tmp_path: Path) -> None:
     written(tmp_path / "head", MEDUSA)
     for to, file in (("medusa", "medusa_lm_head.pt"), ("vllm_medusa", "model.safetensors")):
-        succeeded("convert", str(tmp_path / "head"), str(tmp_path / to), "--to", to)
+        output_of("convert", str(tmp_path / "head"), str(tmp_path / to), "--to", to)
         whole = (tmp_path / to / file).read_bytes()
         (tmp_path / to / file).write_bytes(whole[: len(whole) // 2])
-        assert_refused(run("inspect", str(tmp_path / to)), f"{file} is damaged")
+        assert_refused(f"{file} is damaged", "inspect", str(tmp_path / to))
 
 
 def test_help_names_the_formats() -> None:
-    from foretoken.formats.registry import known_formats
-
-    text = succeeded("convert", "--help")
+    text = output_of("convert", "--help")
     assert all(name in text for name in known_formats(writable=True)), text
     assert "torch" in sys.modules
 
@@ -270,31 +251,27 @@ def test_places_that_cannot_be_written_to(tmp_path: Path) -> None:
     written(tmp_path / "head", MEDUSA)
     (tmp_path / "file").touch()
     out = tmp_path / "file" / "out"
-    result = run("convert", str(tmp_path / "head"), str(out), "--to", "medusa")
-    assert_refused(result, f"'{out}' cannot be written: Not a directory. Nothing was changed there.")
+    sentence = f"'{out}' cannot be written: Not a directory. Nothing was changed there."
+    assert_refused(sentence, "convert", str(tmp_path / "head"), str(out), "--to", "medusa")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "head"]
 
 
 def test_a_source_on_the_hub(tmp_path: Path) -> None:
-    from unittest import mock
-
-    from foretoken.formats import files
-
     written(tmp_path / "head", MEDUSA)
     with mock.patch.object(files, "snapshot_download", return_value=str(tmp_path / "head")) as download:
-        succeeded("convert", "some/head", str(tmp_path / "out"), "--to", "medusa", "--revision", "v1")
+        output_of("convert", "some/head", str(tmp_path / "out"), "--to", "medusa", "--revision", "v1")
     assert download.call_args.kwargs["revision"] == "v1"
     assert read_head(tmp_path / "out")[0] == "medusa"
-    assert_refused(run("convert", str(tmp_path / "head"), str(tmp_path / "no"), "--revision", "v1"), "Leave it out")
+    assert_refused("Leave it out", "convert", str(tmp_path / "head"), str(tmp_path / "no"), "--revision", "v1")
 
 
 def test_convert_says_who_reads_the_result(tmp_path: Path) -> None:
     written(tmp_path / "head", MEDUSA)
     arguments = ["convert", str(tmp_path / "head")]
-    text = succeeded(*arguments, str(tmp_path / "a"), "--to", "medusa")
+    text = output_of(*arguments, str(tmp_path / "a"), "--to", "medusa")
     assert "\n  read by FasterDecoding/Medusa: MedusaModel.from_pretrained, which builds 5 heads" in text
     assert "\n  not read by TGI 3.3: it opens safetensors alone" in text
-    report = json.loads(succeeded(*arguments, str(tmp_path / "b"), "--to", "medusa", "--safetensors", "--json"))
+    report = report_of(*arguments, str(tmp_path / "b"), "--to", "medusa", "--safetensors")
     assert {reader["program"]: reader["reads"] for reader in report["readers"]} == {
         "foretoken": True,
         "FasterDecoding/Medusa": False,
@@ -314,33 +291,33 @@ def test_eagle_through_every_format(tmp_path: Path) -> None:
     )
     head = replace(head, weights={**head.weights, "token_map": torch.tensor([1, 2, 5, 9, 12])})
     native.write_checkpoint(head, tmp_path / "native")
-    facts = json.loads(succeeded("inspect", str(tmp_path / "native"), "--json"))
+    facts = report_of("inspect", str(tmp_path / "native"))
     before = "native"
     for to in ("eagle3", "speculators", "eagle3", "native"):
         out = tmp_path / f"{before}-{to}"
-        succeeded("convert", str(tmp_path / before), str(out), "--to", to)
-        found = json.loads(succeeded("inspect", str(out), "--json"))
+        output_of("convert", str(tmp_path / before), str(out), "--to", to)
+        found = report_of("inspect", str(out))
         assert found == facts | {"directory": str(out), "format": to}
         before = out.name
     assert_equal(head, read_head(tmp_path / before)[1])
     wanted = {"method": "eagle3", "taps": [2, 6, 9], "drafted_vocabulary": 5, "lm_head": "own"}
     assert (wanted | {"embedding": "the target's"}).items() <= facts.items()
     assert facts["target"]["name"] == "some/target"
-    assert "taps" in succeeded("inspect", str(tmp_path / "native"))
+    assert "taps" in output_of("inspect", str(tmp_path / "native"))
     written(tmp_path / "first", EagleConfig(hidden_size=8, vocab_size=13, layer=layer))
-    succeeded("convert", str(tmp_path / "first"), str(tmp_path / "eagle"), "--to", "eagle")
-    found = json.loads(succeeded("inspect", str(tmp_path / "eagle"), "--json"))
+    output_of("convert", str(tmp_path / "first"), str(tmp_path / "eagle"), "--to", "eagle")
+    found = report_of("inspect", str(tmp_path / "eagle"))
     wanted = {"format": "eagle", "method": "eagle", "taps": ["final"], "lm_head": "the target's"}
     assert wanted.items() <= found.items()
-    assert_refused(run("convert", str(tmp_path / "eagle"), str(tmp_path / "no"), "--to", "eagle3"), "method 'eagle'")
+    assert_refused("method 'eagle'", "convert", str(tmp_path / "eagle"), str(tmp_path / "no"), "--to", "eagle3")
 
 
 def test_blocks_that_others_hold_to_be_one_are_refused(tmp_path: Path) -> None:
     written(tmp_path / "head", MEDUSA.model_copy(update={"num_layers": 2}))
     arguments = ["convert", str(tmp_path / "head"), str(tmp_path / "out")]
-    assert_refused(run(*arguments, "--to", "medusa"), "the 2 blocks of each head differ", "tied_blocks=true")
+    assert_refused(("the 2 blocks of each head differ", "tied_blocks=true"), *arguments, "--to", "medusa")
     assert not (tmp_path / "out").exists()
-    assert "not read by FasterDecoding/Medusa" in succeeded(*arguments, "--to", "medusa", "--safetensors")
+    assert "not read by FasterDecoding/Medusa" in output_of(*arguments, "--to", "medusa", "--safetensors")
 
 
 @pytest.mark.parametrize("what", ["a target", "somebody's files", "a head and a text", "a head and a folder", "a link"])
@@ -361,7 +338,7 @@ def test_force_replaces_heads_and_nothing_else(tmp_path: Path, what: str) -> Non
             written(out, MEDUSA)
             (out / "thesis.tex").write_text("years") if what.endswith("text") else (out / "logs").mkdir()
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
-    refused = run("convert", str(tmp_path / "head"), str(out), "--to", "native", "--force")
-    assert_refused(refused, "is not a directory" if what == "a link" else "is not a directory of a head alone")
+    sentence = "is not a directory" if what == "a link" else "is not a directory of a head alone"
+    assert_refused(sentence, "convert", str(tmp_path / "head"), str(out), "--to", "native", "--force")
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
     assert out.is_symlink() == (what == "a link")

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command_line import MODEL, ROOT, run
+from command_line import MODEL, ROOT, assert_refused, output_of, report_of
 from forked import ForkedCommand
 
 from foretoken.cli import data
@@ -33,11 +33,7 @@ def texts(tmp_path: Path) -> Path:
 
 
 def made(*arguments: str) -> dict[str, Any]:
-    """The JSON object of `foretoken data`, which must succeed."""
-    result = run("data", MODEL, "--json", *arguments)
-    assert result.returncode == 0, result.stderr
-    report: dict[str, Any] = json.loads(result.stdout)
-    return report
+    return report_of("data", MODEL, *arguments)
 
 
 def test_text_files(texts: Path, tmp_path: Path) -> None:
@@ -61,10 +57,9 @@ def test_weights_are_not_needed(texts: Path, tmp_path: Path) -> None:
     target.mkdir()
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (target / name).symlink_to(ROOT / MODEL / name)
-    result = run("data", str(target), "--out", str(tmp_path / "out"), "--text", str(texts / "0.py"))
-    assert result.returncode == 0, result.stderr
-    assert "1 documents" in result.stdout
-    assert "100.0% supervised" in result.stdout
+    told = output_of("data", str(target), "--out", str(tmp_path / "out"), "--text", str(texts / "0.py"))
+    assert "1 documents" in told
+    assert "100.0% supervised" in told
 
 
 def test_held_out_file_and_force(texts: Path, tmp_path: Path) -> None:
@@ -74,9 +69,7 @@ def test_held_out_file_and_force(texts: Path, tmp_path: Path) -> None:
     report = made("--out", out, "--jsonl", str(lines), "--held-out", str(texts / "2.py"))
     assert 0 < report["train"]["supervised_share"] < 1
     assert report["held_out"]["supervised_share"] == 1.0
-    refused = run("data", MODEL, "--out", out, "--text", str(texts))
-    assert refused.returncode == 2
-    assert "holds packed tokens already" in refused.stderr
+    assert_refused("holds packed tokens already", "data", MODEL, "--out", out, "--text", str(texts))
     report = made("--out", out, "--text", str(texts), "--force")
     assert "held_out" not in report
     assert not (tmp_path / "out" / "held_out").exists()
@@ -103,16 +96,14 @@ def test_self_distillation(texts: Path, tmp_path: Path) -> None:
     first = made("--out", str(tmp_path / "one"), "--text", str(texts / "0.py"))
     assert first["train"]["documents"] == 1
     assert packed.tokens[:4].tolist() == tokenizer(SOURCES[0])["input_ids"][:4]
-    refused = run("data", MODEL, *distil(tmp_path / "plain", texts, "--force", "--max-new-tokens", "7"))
-    assert refused.returncode == 2
-    assert "was made with max_new_tokens 6 instead of 7" in refused.stderr
+    other = distil(tmp_path / "plain", texts, "--force", "--max-new-tokens", "7")
+    assert_refused("was made with max_new_tokens 6 instead of 7", "data", MODEL, *other)
 
 
 def test_responses_must_outlive_the_directory(texts: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    result = run("data", MODEL, *distil(out, texts, "--generated", str(out / "sub" / "file.jsonl")))
-    assert result.returncode == 2
-    assert "Expected a file outside" in result.stderr
+    inside = distil(out, texts, "--generated", str(out / "sub" / "file.jsonl"))
+    assert_refused("Expected a file outside", "data", MODEL, *inside)
 
 
 @pytest.mark.slow
@@ -143,43 +134,35 @@ def test_a_run_that_is_ended_continues(texts: Path, tmp_path: Path, ending: sign
 
 
 @pytest.mark.parametrize(
-    ("arguments", "parts"),
+    ("arguments", "part"),
     [
-        ((), ("there is no source",)),
-        (("--text", "no-such-dir"), ("there is no file 'no-such-dir'",)),
-        (("--text", "README.md", "--held-out-fraction", "1.5"), ("--held-out-fraction is 1.5",)),
-        (("--text", "README.md", "--held-out-fraction", "0.1", "--held-out", "README.md"), ("exclude each other",)),
-        (("--text", "README.md", "-s", "ngram"), ("--self-distill",)),
-        (("--text", "README.md", "--self-distill", "--max-new-tokens", "5000"), ("exceed the context length",)),
-        (("--text", "README.md", "--self-distill", "--temperature", "-1"), ("temperature is -1.0",)),
-        (("--jsonl", "README.md"), ("README.md:1 is not valid JSON",)),
+        ((), "there is no source"),
+        (("--text", "no-such-dir"), "there is no file 'no-such-dir'"),
+        (("--text", "README.md", "--held-out-fraction", "1.5"), "--held-out-fraction is 1.5"),
+        (("--text", "README.md", "--held-out-fraction", "0.1", "--held-out", "README.md"), "exclude each other"),
+        (("--text", "README.md", "-s", "ngram"), "--self-distill"),
+        (("--text", "README.md", "--self-distill", "--max-new-tokens", "5000"), "exceed the context length"),
+        (("--text", "README.md", "--self-distill", "--temperature", "-1"), "temperature is -1.0"),
+        (("--jsonl", "README.md"), "README.md:1 is not valid JSON"),
     ],
 )
-def test_bad_arguments(tmp_path: Path, arguments: tuple[str, ...], parts: tuple[str, ...]) -> None:
-    result = run("data", MODEL, "--out", str(tmp_path / "out"), *arguments)
-    assert result.returncode == 2, result.stdout + result.stderr
-    assert "Traceback" not in result.stderr
-    for part in parts:
-        assert part in result.stderr
+def test_bad_arguments(tmp_path: Path, arguments: tuple[str, ...], part: str) -> None:
+    assert_refused(part, "data", MODEL, "--out", str(tmp_path / "out"), *arguments)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_bad_targets_and_chats(texts: Path, tmp_path: Path) -> None:
     out = str(tmp_path / "out")
-    result = run("data", "models/tinycod", "--out", out, "--text", str(texts))
-    assert result.returncode == 2
-    assert "Did you mean 'models/tinycode'?" in result.stderr
-    empty = tmp_path / "empty"
+    empty, chats = tmp_path / "empty", tmp_path / "chats.jsonl"
     empty.mkdir()
-    result = run("data", str(empty), "--out", out, "--text", str(texts))
-    assert result.returncode == 2
-    assert "has no tokenizer" in result.stderr
-    chats = tmp_path / "chats.jsonl"
     turns = [{"role": "user", "content": "u"}, {"role": "assistant", "content": "a"}]
     chats.write_text(json.dumps({"messages": turns}))
-    result = run("data", MODEL, "--out", out, "--jsonl", str(chats))
-    assert result.returncode == 2
-    assert "has no chat template" in result.stderr
+    for target, source, part in (
+        ("models/tinycod", ("--text", str(texts)), "Did you mean 'models/tinycode'?"),
+        (str(empty), ("--text", str(texts)), "has no tokenizer"),
+        (MODEL, ("--jsonl", str(chats)), "has no chat template"),
+    ):
+        assert_refused(part, "data", target, "--out", out, *source)
     assert not (tmp_path / "out").exists()
 
 

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from command_line import Finished, run
+from command_line import assert_refused, run
 
 sys.path.append(str(Path(__file__).parents[1] / "training"))
 from trained_heads import MAX_TOKENS, PROMPTS, good, trained, write_target
@@ -28,19 +28,23 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def doctor(place: Path, *arguments: str, is_terminal: bool = False) -> Finished:
-    """`foretoken doctor TARGET …` on the prompts."""
-    prompts = str(place / "prompts.jsonl")
+def words(place: Path, *more: str) -> list[str]:
+    """`doctor TARGET …` on the prompts."""
     sizes = ("--num-prompts", str(len(PROMPTS)), "--max-tokens", str(MAX_TOKENS))
-    return run("doctor", str(place / "target"), "--prompts", prompts, *sizes, *arguments, is_terminal=is_terminal)
+    return ["doctor", str(place / "target"), "--prompts", str(place / "prompts.jsonl"), *sizes, *more]
+
+
+def doctor(place: Path, *more: str, code: int = 0, is_terminal: bool = False) -> str:
+    """What it prints."""
+    result = run(*words(place, *more), is_terminal=is_terminal)
+    assert result.returncode == code, result.stdout + result.stderr
+    return result.stdout
 
 
 @pytest.mark.parametrize("more", [(), pytest.param(("--train-check",), marks=pytest.mark.slow)], ids=str)
 def test_a_good_head(place: Path, more: tuple[str, ...]) -> None:
     before = {path.name: path.read_bytes() for path in (place / "head").iterdir()}
-    result = doctor(place, str(place / "head"), *more, "--json")
-    assert result.returncode == 0, result.stdout + result.stderr
-    facts = json.loads(result.stdout)
+    facts = json.loads(doctor(place, str(place / "head"), *more, "--json"))
     assert facts["head"] == str(place / "head")
     assert {check["verdict"] for check in facts["checks"]} == {"ok"}
     names = [check["name"] for check in facts["checks"]]
@@ -51,18 +55,14 @@ def test_a_good_head(place: Path, more: tuple[str, ...]) -> None:
 
 
 def test_a_fault(place: Path) -> None:
-    result = doctor(place, str(place / "late"))
-    assert result.returncode == 1, result.stdout + result.stderr
-    words = " ".join(result.stdout.split())
-    assert "labels" in words
-    assert "fault" in words
-    assert "head 0 looks like head 1" in words
+    told = " ".join(doctor(place, str(place / "late"), code=1).split())
+    assert all(part in told for part in ("labels", "fault", "head 0 looks like head 1"))
 
 
 @pytest.mark.parametrize("width", [80, pytest.param(120, marks=pytest.mark.slow)])
 def test_the_table_fits_a_terminal(place: Path, width: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", str(width))
-    shown = doctor(place, str(place / "late"), is_terminal=True).stdout
+    shown = doctor(place, str(place / "late"), code=1, is_terminal=True)
     _, table = re.sub(r"\x1b\[[\d;]*m", "", shown).split("\n", 1)
     assert max(map(len, table.splitlines())) <= width
     assert not set(table) & set("│┃┏├")
@@ -70,10 +70,9 @@ def test_the_table_fits_a_terminal(place: Path, width: int, monkeypatch: pytest.
 
 
 def test_before_there_is_a_head(place: Path) -> None:
-    result = doctor(place, "--method", "medusa")
-    assert result.returncode == 0, result.stdout + result.stderr
-    assert "fresh head" in result.stdout
-    assert "drafting" not in result.stdout
+    told = doctor(place, "--method", "medusa")
+    assert "fresh head" in told
+    assert "drafting" not in told
 
 
 def test_what_cannot_be_examined(place: Path, tmp_path: Path) -> None:
@@ -87,17 +86,12 @@ def test_what_cannot_be_examined(place: Path, tmp_path: Path) -> None:
         (("--method", "medusa", "--data", str(tmp_path)), "holds no packed tokens"),
         ((str(place / "head"), "--max-tokens", "1"), "the target wrote too little"),
     ):
-        result = doctor(place, *arguments)
-        assert result.returncode == 2, result.stdout + result.stderr
-        assert sentence in result.stderr
-        assert "Traceback" not in result.stderr
+        assert_refused(sentence, *words(place, *arguments))
 
 
 def test_lost_speed(place: Path) -> None:
     setups = ("-s", "ngram:num_speculative_tokens=2", "-s", "oracle:num_speculative_tokens=2")
-    result = doctor(place, *setups, "--batch-size", "4", "--json")
-    assert result.returncode == 0, result.stdout + result.stderr
-    facts = json.loads(result.stdout)
+    facts = json.loads(doctor(place, *setups, "--batch-size", "4", "--json"))
     assert facts["checks"] == []
     ngram, oracle = facts["losses"]
     assert (ngram["setup"], oracle["setup"]) == ("ngram num_speculative_tokens=2", "oracle num_speculative_tokens=2")
@@ -108,6 +102,6 @@ def test_lost_speed(place: Path) -> None:
     acceptance = [next(each for each in loss["causes"] if each["name"] == "acceptance") for loss in (ngram, oracle)]
     assert acceptance[0]["share"] > acceptance[1]["share"]
     assert "tokens a pass" in acceptance[0]["advice"]
-    shown = doctor(place, "-s", "ngram:num_speculative_tokens=2").stdout
+    shown = doctor(place, "-s", "ngram:num_speculative_tokens=2")
     assert "wide passes" in shown
     assert "without a cause" in shown

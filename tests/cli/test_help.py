@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import re
 import shlex
@@ -9,14 +10,15 @@ import subprocess
 import sys
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 from unittest import mock
 
 import pytest
 import typer.main
 from command_line import MODEL, ROOT, run
 
-from foretoken.cli.commands import app
+from foretoken.cli import options
+from foretoken.cli.commands import app, flattened
 from foretoken.entrypoints.config import parse_setup
 
 COMMANDS = [
@@ -168,3 +170,27 @@ def test_help_needs_no_torch() -> None:
     result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert result.returncode == 0, result.stderr
     assert result.stdout.count("Usage: foretoken") == 1 + len(COMMANDS)
+
+
+GIVEN: list[Any] = []
+
+
+def command(
+    model: str,
+    *,
+    loading: Annotated[options.LoadOptions, ("device", "dtype")],
+    force: bool = False,
+    drafter: options.DrafterChoice,
+) -> None:
+    GIVEN.append((model, loading, force, drafter))
+
+
+def test_typer_reads_the_fields_in_order_and_the_command_gets_the_groups() -> None:
+    flat = flattened(command)
+    parameters = inspect.signature(flat).parameters
+    assert list(parameters) == ["model", "device", "dtype", "force", "speculative_config", "spec_type"]
+    assert [each.default for each in parameters.values()][1:] == ["auto", "auto", False, None, None]
+    assert parameters["device"].annotation == options.Device
+    flat(model="m", device="cpu", dtype="float32", force=True, speculative_config=["ngram"], spec_type=None)
+    loading = options.LoadOptions(device="cpu", dtype="float32")
+    assert GIVEN.pop() == ("m", loading, True, options.DrafterChoice(speculative_config=["ngram"]))

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command_line import MODEL, run, run_process
+from command_line import MODEL, output_of, run_process
 from end_to_end.tiny_llms import target, tokenizer
 from forked import ForkedCommand
 
@@ -70,7 +70,7 @@ def given(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (place / "texts").mkdir()
     for number in range(20):
         (place / "texts" / f"{number}.py").write_text(f"value_{number} = [{number}, {number * 3}]\n" * 4)
-    assert run("data", MODEL, "--text", str(place / "texts"), "--out", str(place / "data")).returncode == 0
+    output_of("data", MODEL, "--text", str(place / "texts"), "--out", str(place / "data"))
     target().save_pretrained(place / "small")
     tokenizer().save_pretrained(place / "small")
     loaded = load_model(str(place / "small"), device="cpu")
@@ -171,5 +171,4 @@ def test_paths_outside_ascii(given: Path, tmp_path: Path) -> None:
         ("train", "medusa", place / "μ", "--data", place / "д", "--out", place / "ж", "--steps", "1", "--length", "8",
          "--batch-size", "1", "--num-prompts", "0"),
     ):  # fmt: skip
-        result = run(*map(str, arguments))
-        assert result.returncode == 0, result.stderr
+        output_of(*map(str, arguments))

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
+import shutil
 from pathlib import Path
 
 import pytest
 import yaml
-from command_line import MODEL, run
+from command_line import MODEL, ROOT, assert_refused, output_of, report_of
 
 from foretoken.planning import measure
 
@@ -25,13 +25,8 @@ def _few_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_measured_plan_of_the_bundled_model(tmp_path: Path) -> None:
     lengths, picture = tmp_path / "lengths.yaml", tmp_path / "plan.svg"
-    done = run(
-        "plan", MODEL, *QUICK, "--measure", "--batch-size", "2", "--json", "--save-acceptance", str(lengths), "--out",
-        str(picture),
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
-    (page,) = found["temperatures"]
+    files = ("--save-acceptance", str(lengths), "--out", str(picture))
+    (page,) = report_of("plan", MODEL, *QUICK, "--measure", "--batch-size", "2", *files)["temperatures"]
     assert [each["batch_size"] for each in page["batches"]] == [1, 2]
     predictions = page["batches"][0]["predictions"]
     assert {each["drafter"] for each in predictions} == {"plain", "ngram:chain"}
@@ -44,26 +39,20 @@ def test_a_measured_plan_of_the_bundled_model(tmp_path: Path) -> None:
     assert written == pytest.approx(by_depth, abs=1e-4)
     assert picture.read_text(encoding="utf-8").startswith("<?xml")
 
-    again = run("plan", MODEL, *FAST, "-s", "ngram", "--temperature", "0", "--acceptance", f"ngram={lengths}", "--json")
-    assert again.returncode == 0, again.stderr
-    first = json.loads(again.stdout)["temperatures"][0]["batches"][0]["predictions"]
+    again = report_of("plan", MODEL, *FAST, "-s", "ngram", "--temperature", "0", "--acceptance", f"ngram={lengths}")
+    first = again["temperatures"][0]["batches"][0]["predictions"]
     assert {each["depth"]: each["mean_acceptance_length"] for each in first if each["depth"]} == pytest.approx(written)
 
 
 def test_a_plan_of_a_model_that_is_rounded_at_load() -> None:
-    done = run("plan", MODEL, *QUICK, "--measure", "--quantization", "int8", "--json")
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["quantization"] == "int8"
+    assert report_of("plan", MODEL, *QUICK, "--measure", "--quantization", "int8")["quantization"] == "int8"
 
 
 def test_a_described_machine_needs_no_weights(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(
-        (Path(__file__).parents[2] / MODEL / "config.json").read_text(encoding="utf-8")
-    )
-    done = run("plan", str(tmp_path), *FAST, "--temperature", "0")
-    assert done.returncode == 0, done.stderr
-    assert "batch 1: take " in done.stdout
-    assert "such sequences fit" in done.stdout
+    shutil.copyfile(ROOT / MODEL / "config.json", tmp_path / "config.json")
+    told = output_of("plan", str(tmp_path), *FAST, "--temperature", "0")
+    assert "batch 1: take " in told
+    assert "such sequences fit" in told
 
 
 @pytest.mark.parametrize(
@@ -72,9 +61,7 @@ def test_a_described_machine_needs_no_weights(tmp_path: Path) -> None:
 )
 def test_lookups_and_heads_of_few_levels_are_measured(drafter: str) -> None:
     """Recycling knows nothing of the text on which drafts are timed; the head has four levels, fewer than are tried."""
-    done = run("plan", MODEL, "-s", drafter, *QUICK[2:], "--measure", "--json")
-    assert done.returncode == 0, done.stderr
-    (batch,) = json.loads(done.stdout)["temperatures"][0]["batches"]
+    (batch,) = report_of("plan", MODEL, "-s", drafter, *QUICK[2:], "--measure")["temperatures"][0]["batches"]
     depths = [each["depth"] for each in batch["predictions"] if each["drafter"] == drafter]
     assert max(depths) == (4 if drafter.startswith("hydra") else 8)
     assert all(each["tokens_per_s"] > 0 for each in batch["predictions"])
@@ -83,9 +70,8 @@ def test_lookups_and_heads_of_few_levels_are_measured(drafter: str) -> None:
 def test_a_drafter_that_exists_is_timed_with_acceptance_from_a_file(tmp_path: Path) -> None:
     lengths = tmp_path / "lengths.yaml"
     lengths.write_text("tinycode-hass: {thinking_off: {1: 1.9, 2: 2.6}}", encoding="utf-8")
-    done = run("plan", MODEL, "-s", "hass:chain", "--acceptance", f"hass={lengths}", *QUICK[2:], "--json")
-    assert done.returncode == 0, done.stderr
-    (batch,) = json.loads(done.stdout)["temperatures"][0]["batches"]
+    told = report_of("plan", MODEL, "-s", "hass:chain", "--acceptance", f"hass={lengths}", *QUICK[2:])
+    (batch,) = told["temperatures"][0]["batches"]
     found = {each["setup"]: each for each in batch["predictions"]}
     one, two = (found[f"hass:chain:num_speculative_tokens={depth}"] for depth in (1, 2))
     assert (one["nextn_accepted"], two["nextn_accepted"]) == (0.9, 1.6)
@@ -97,21 +83,19 @@ def test_a_gain_of_two_percent_is_not_decided(tmp_path: Path) -> None:
     lengths = tmp_path / "lengths.yaml"
     lengths.write_text("tinycode-ngram: {thinking_off: {1: 1.02}}", encoding="utf-8")
     arguments = ("plan", MODEL, *FAST, "-s", "ngram", "--acceptance", f"ngram={lengths}", *QUICK[6:])
-    done = run(*arguments)
-    assert done.returncode == 0, done.stderr
-    assert "batch 1: not decided. ngram:chain:num_speculative_tokens=1 may give 0.8" in done.stdout
-    assert "take" not in done.stdout
-    assert "drafting pays" not in done.stdout
-    (page,) = json.loads(run(*arguments, "--json").stdout)["temperatures"]
+    told = output_of(*arguments)
+    assert "batch 1: not decided. ngram:chain:num_speculative_tokens=1 may give 0.8" in told
+    assert "take" not in told
+    assert "drafting pays" not in told
+    (page,) = report_of(*arguments)["temperatures"]
     assert [(each["verdict"], each["best"]) for each in page["batches"]] == [("not decided", None)]
 
 
 def test_a_machine_that_should_not_draft(tmp_path: Path) -> None:
     slow = ("--bandwidth", "3350", "--flops", "0.001", "--memory", "80")
-    done = run("plan", MODEL, *slow, "--temperature", "0", "--batch-size", "1", "--batch-size", "16")
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("do not draft") == 2
-    assert "take" not in done.stdout
+    told = output_of("plan", MODEL, *slow, "--temperature", "0", "--batch-size", "1", "--batch-size", "16")
+    assert told.count("do not draft") == 2
+    assert "take" not in told
 
 
 @pytest.mark.parametrize(
@@ -134,15 +118,9 @@ def test_a_machine_that_should_not_draft(tmp_path: Path) -> None:
     ],
 )
 def test_wrong_input_is_one_sentence(arguments: tuple[str, ...], sentence: str, tmp_path: Path) -> None:
-    done = run("plan", MODEL, *(each.format(out=tmp_path / "plan") for each in arguments))
-    assert done.returncode == 2, done.stdout
-    assert sentence in done.stderr
-    said = done.stderr.splitlines()
-    assert len([line for line in said if not line.startswith("timing passes")]) == 1  # once on a machine
+    assert_refused(sentence, "plan", MODEL, *(each.format(out=tmp_path / "plan") for each in arguments))
 
 
 def test_an_unknown_acceptance_is_told_before_anything_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(measure, "measure")
-    done = run("plan", MODEL, "-s", "lookahead")
-    assert done.returncode == 2, done.stdout
-    assert "the acceptance of lookahead:tree is not known" in done.stderr
+    assert_refused("the acceptance of lookahead:tree is not known", "plan", MODEL, "-s", "lookahead")

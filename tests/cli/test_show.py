@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command_line import MODEL, run
+from command_line import MODEL, done, output_of, refused
 from end_to_end.tiny_llms import tokenizer
 
-from foretoken.cli.shown_tokens import ShownTokens, has_colours, runs, safe_and_painted
+from foretoken.cli.chat import ShownTokens, has_colours, runs, safe_and_painted
 from foretoken.core.records import SequenceStep, StageSeconds, StepRecord
+from foretoken.core.results import StreamChunk, TextPart
 from foretoken.text.codec import Codec, Detokenizer
 
 GENERATE = (
@@ -24,25 +25,20 @@ ESCAPE = re.compile(r"\x1b\[[\d;]*m")
 
 
 def test_show_trace_and_report(tmp_path: Path) -> None:
-    plain = run(*GENERATE[:4], *GENERATE[6:]).stdout
-    trace, page = str(tmp_path / "a.jsonl"), str(tmp_path / "a.html")
-    shown = run(*GENERATE, "--show", "--color", "--trace", trace)
-    assert shown.returncode == 0, shown.stderr
+    plain = output_of(*GENERATE[:4], *GENERATE[6:])
+    trace, page = str(tmp_path / "a.jsonl"), tmp_path / "a.html"
+    shown = done(*GENERATE, "--show", "--color", "--trace", trace)
     assert "\x1b[32m" in shown.stdout
     assert ESCAPE.sub("", shown.stdout) == plain
     summary = next(line for line in ESCAPE.sub("", shown.stderr).splitlines() if line.startswith("[tokens: "))
     assert re.fullmatch(r"\[tokens: the target's own \d+ \(\d+%\)(, [a-z ]+ \d+ \(\d+%\))+; tau \d\.\d\d\]", summary)
     assert sum(map(int, re.findall(r"(\d+) \(", summary))) == 24
-    for arguments in ((*GENERATE, "--trace", trace), ("report", trace), ("report", trace)):
-        again = run(*arguments)
-        if "report" in arguments and again.returncode == 0:
-            assert again.stdout == f"{page}\n"
-            continue
-        assert again.returncode == 2
-        assert "exists. Expected the name of a new file. Pass --force to replace it." in again.stderr
-    assert "<!doctype html>" in Path(page).read_text()
-    assert run("report", trace, "--force").returncode == 0
-    assert "exclude each other" in run(*GENERATE, "--show", "--json").stderr
+    assert output_of("report", trace) == f"{page}\n"
+    for arguments in ((*GENERATE, "--trace", trace), ("report", trace)):
+        assert "exists. Expected the name of a new file. Pass --force to replace it." in refused(*arguments)
+    assert "<!doctype html>" in page.read_text()
+    output_of("report", trace, "--force")
+    assert "exclude each other" in refused(*GENERATE, "--show", "--json")
 
 
 @pytest.mark.parametrize(
@@ -82,20 +78,22 @@ def tokens_of(text: str) -> list[int]:
     return ids
 
 
-def test_characters_of_several_tokens_and_text_that_is_held_back(capsys: pytest.CaptureFixture[str]) -> None:
-    """Each of the characters takes the colour of the token that completed it, however text and tokens are cut."""
-    codec = Codec(tokenizer(), len(tokenizer()))
-    tokens = tokens_of("a€b")
-    assert len(tokens) == 5  # the middle one has three bytes
-    shown = ShownTokens(codec, tokens_of("x"), colour=True, raw=False)
-    shown.add_step(record(tokens[:3], [("one",), ("one",)]))
-    shown.write_text("a")
-    shown.add_step(record(tokens[3:], [("two",)]))
-    shown.write_text("€")
-    shown.write_text("b")
+def chunk(*parts: TextPart) -> StreamChunk:
+    text = "".join(part.text for part in parts)
+    return StreamChunk(
+        request_id="0", prompt_index=0, index=0, text=text, token_ids=[], finish_reason=None, parts=parts
+    )  # fmt: skip
+
+
+def test_tokens_have_the_colours_of_their_drafters(capsys: pytest.CaptureFixture[str]) -> None:
+    shown = ShownTokens(colour=True, raw=False)
+    shown.add_step(record([5, 6, 7], [("one",), ("one",)]))
+    shown.write(chunk(TextPart("a", ("one",)), TextPart("€", ())))
+    shown.add_step(record([8, 9], [("two",)]))
+    shown.write(chunk(TextPart("b", ("two",))))
     shown.note_summary()
     out, err = capsys.readouterr()
-    assert out == "\x1b[32ma\x1b[0m\x1b[36m€\x1b[0mb"
+    assert out == "\x1b[32ma\x1b[0m€\x1b[36mb\x1b[0m"
     assert (
         err == "[tokens: the target's own 2 (40%), \x1b[32mone\x1b[0m 2 (40%), \x1b[36mtwo\x1b[0m 1 (20%); tau 2.50]\n"
     )
@@ -109,9 +107,7 @@ def test_spans_are_the_text() -> None:
     assert "".join(spans.parts(text)) == text
     assert "".join(spans.parts(text[:7])) == text[:7]
     assert len(spans.parts(text)) == len(tokens_of(text))
-    assert [spans.parts(text)[spans.token_of(place)].count(char) > 0 for place, char in enumerate(text)] == [
-        True
-    ] * len(text)
+    assert all(char in spans.parts(text)[spans.token_of(place)] for place, char in enumerate(text))
 
 
 @pytest.mark.parametrize(

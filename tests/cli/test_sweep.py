@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command_line import Finished, run
+from command_line import assert_refused, done, refused, report_of, run
 from disks import everything
 from end_to_end.tiny_llms import target, tokenizer
 from forked import ForkedCommand
@@ -44,12 +44,6 @@ def command(small: Path, out: Path, *more: str) -> list[str]:
     return ["sweep", str(small), *AXES, "--prompts", prompts, "--out", str(out), *more]
 
 
-def shown(result: Finished) -> dict[str, Any]:
-    assert result.returncode == 0, result.stderr
-    found: dict[str, Any] = json.loads(result.stdout)
-    return found
-
-
 @pytest.mark.slow
 @pytest.mark.usefixtures("no_pictures")
 def test_a_killed_sweep_goes_on_where_it_was(small: Path, tmp_path: Path) -> None:
@@ -67,11 +61,11 @@ def test_a_killed_sweep_goes_on_where_it_was(small: Path, tmp_path: Path) -> Non
     assert 1 <= measured < NUM_POINTS
     results.write_bytes(whole + b'{"key": "{\\"serving')  # killed in the middle of writing
 
-    done = run(*command(small, out, "--json"))
-    points = shown(done)["points"]
+    result = done(*command(small, out, "--json"))
+    points = json.loads(result.stdout)["points"]
     assert results.read_bytes().startswith(whole), "a point that was measured stays as it is"
     assert results.read_bytes().count(b"\n") == 1 + NUM_POINTS
-    assert f"{measured} of {NUM_POINTS} points are measured; continuing" in done.stderr
+    assert f"{measured} of {NUM_POINTS} points are measured; continuing" in result.stderr
     assert {(point["serving.temperature"], point["changes.num_speculative_tokens"]) for point in points} == {
         (temperature, depth) for temperature in (0.0, 0.8) for depth in (1, 2)
     }
@@ -103,15 +97,13 @@ def test_one_that_is_told_to_stop_ends_after_the_points_in_work(
     assert "stopping after the current points" in stopped.stderr
     assert f"stopped with 2 of {NUM_POINTS} points left; the same command continues from '{out}'" in stopped.stderr
     assert len(added) == 2, "both of those that were measured together are kept"
-    done = shown(run(*command(small, out, "--json")))
-    assert len(added) == len(done["points"]) == NUM_POINTS
-    again = shown(run("sweep", str(out), "--json"))
-    assert again["points"] == done["points"]
+    whole = report_of(*command(small, out))
+    assert len(added) == len(whole["points"]) == NUM_POINTS
+    again = report_of("sweep", str(out))
+    assert again["points"] == whole["points"]
     assert again["target"]["vocab_size"] == 67
 
-    other = run(*command(small, out, "--seed", "5"))
-    assert other.returncode == 2
-    assert "was measured with seed 0, and seed is 5 now" in other.stderr
+    assert_refused("was measured with seed 0, and seed is 5 now", *command(small, out, "--seed", "5"))
     assert len(added) == NUM_POINTS
 
 
@@ -119,17 +111,16 @@ def test_the_table_marks_fronts_and_names_what_was_left_out(small: Path, tmp_pat
     (tmp_path / "grid.toml").write_text('method = ["ngram", "medusa"]\nprompt_lookup_min = [1, 9]\n')
     arguments = ["sweep", str(small), "--grid", str(tmp_path / "grid.toml"), "--temperature", "0", "--max-tokens", "4"]
     arguments += ["--prompts", str(small.with_name("prompts.jsonl")), "--batch-size", "2", "--runner", "generic"]
-    done = run(*arguments, "--sweep", "prompt_lookup_max=3,9", "--out", str(tmp_path / "out"), "--wide")
-    assert done.returncode == 0, done.stderr
-    assert "dtype auto, runner generic, batch size 2, temperature 0; plain decoding" in done.stdout
-    rows = [line for line in done.stdout.splitlines() if line.startswith(" ngram") and "/2" in line]
+    result = done(*arguments, "--sweep", "prompt_lookup_max=3,9", "--out", str(tmp_path / "out"), "--wide")
+    assert "dtype auto, runner generic, batch size 2, temperature 0; plain decoding" in result.stdout
+    rows = [line for line in result.stdout.splitlines() if line.startswith(" ngram") and "/2" in line]
     assert len(rows) == 3
     assert sum("tokens/s" in row for row in rows) >= 1
-    assert "front by: no other point has as much tau, or as many tokens/s, with fewer drafted nodes" in done.stdout
-    assert "points, " in done.stderr
-    assert "a minute, about 0:00 left" in done.stderr
-    assert "ngram prompt_lookup_min=9 prompt_lookup_max=3" in done.stdout.partition("left out: ")[2]
-    assert "left out: method 'medusa' has no key 'prompt_lookup_max'. Known: " in done.stdout
+    assert "front by: no other point has as much tau, or as many tokens/s, with fewer drafted nodes" in result.stdout
+    assert "points, " in result.stderr
+    assert "a minute, about 0:00 left" in result.stderr
+    assert "ngram prompt_lookup_min=9 prompt_lookup_max=3" in result.stdout.partition("left out: ")[2]
+    assert "left out: method 'medusa' has no key 'prompt_lookup_max'. Known: " in result.stdout
 
 
 @pytest.mark.parametrize(
@@ -143,27 +134,21 @@ def test_the_table_marks_fronts_and_names_what_was_left_out(small: Path, tmp_pat
     ],
 )
 def test_what_cannot_be_swept(small: Path, tmp_path: Path, more: tuple[str, ...], part: str) -> None:
-    done = run(*command(small, tmp_path / "out", *more))
-    assert done.returncode == 2
-    assert part in done.stderr
-    assert "Traceback" not in done.stderr
+    assert_refused(part, *command(small, tmp_path / "out", *more))
 
 
 def test_where_results_go_and_come_from(small: Path, tmp_path: Path) -> None:
-    missing = run("sweep", str(small), "-s", "ngram")
-    assert missing.returncode == 2
-    assert "Pass --out DIR" in missing.stderr
+    assert_refused("Pass --out DIR", "sweep", str(small), "-s", "ngram")
     SweepResults(tmp_path, {})
-    assert "holds no measured point yet" in run("sweep", str(tmp_path)).stderr
-    assert "is shown without measuring" in run("sweep", str(tmp_path), "--sweep", "max_nodes=2").stderr
+    assert_refused("holds no measured point yet", "sweep", str(tmp_path))
+    assert_refused("is shown without measuring", "sweep", str(tmp_path), "--sweep", "max_nodes=2")
 
 
 def test_a_directory_of_other_files_is_not_written_to(small: Path, tmp_path: Path) -> None:
     before = everything(small)
-    done = run(*command(small, small))
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == f"error: '{small}' holds other files. Expected a new or empty directory.\n"
+    told = refused(*command(small, small))
+    assert told == f"error: '{small}' holds other files. Expected a new or empty directory.\n"
     assert everything(small) == before
     (tmp_path / "run.lock").touch()  # of a sweep that was killed before its first line
     (tmp_path / f".{RESULTS}-0a1b2c3d").touch()
-    assert "Did you mean 'fastest'?" in run(*command(small, tmp_path, "--runner", "fastst")).stderr
+    assert_refused("Did you mean 'fastest'?", *command(small, tmp_path, "--runner", "fastst"))

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from command_line import MODEL, run
+from command_line import MODEL, assert_refused, done
 
 CONDITIONAL = (0.8, 0.7, 0.6)
 RATES = ("--synthetic-acceptance", "0.8,0.7,0.6")
@@ -19,8 +19,7 @@ SHORT = ("--max-tokens", "40", "--num-prompts", "2")
 
 def measured(*arguments: str) -> dict[str, Any]:
     """The measurement of the drafter in `foretoken bench … --json`."""
-    finished = run("bench", MODEL, *DRAFTER, *LOAD, "--json", *arguments)
-    assert finished.returncode == 0, finished.stderr
+    finished = done("bench", MODEL, *DRAFTER, *LOAD, "--json", *arguments)
     assert "texts are not the target's" in finished.stderr
     found: dict[str, Any] = json.loads(finished.stdout)["measurements"][1]
     return found
@@ -82,7 +81,4 @@ def test_a_mean_length_is_split_between_its_neighbours() -> None:
     ],
 )
 def test_conflicts_are_one_sentence(arguments: tuple[str, ...], sentence: str) -> None:
-    finished = run(*arguments)
-    assert finished.returncode == 2
-    assert sentence in finished.stderr
-    assert "Traceback" not in finished.stderr
+    assert_refused(sentence, *arguments)

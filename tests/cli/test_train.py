@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from command_line import run
+from command_line import report_of
 from test_train_refusals import packed, saved_model
 
 import foretoken
@@ -60,16 +60,14 @@ def test_the_command_has_the_same_options_with_the_same_defaults() -> None:
 
 
 def test_the_command_trains_the_same_head(shared: Path, tmp_path: Path, result: foretoken.TrainingResult) -> None:
-    finished = run(
+    facts = report_of(
         "train", "medusa", str(shared / "target"), "--data", str(shared / "data"), "--out", str(tmp_path / "head"),
         "--steps", "6", "--batch-size", "2", "--length", "16", "--lr", "0.02", "--warmup-steps", "1", "--eval-every",
-        "2", "--set", "num_heads=2", "--objective", "ce_weight=0.5", "--num-prompts", "0", "--json",
+        "2", "--set", "num_heads=2", "--objective", "ce_weight=0.5", "--num-prompts", "0",
     )  # fmt: skip
-    assert finished.returncode == 0, finished.stderr
     weights, ours = (read_head(place)[1].weights for place in (tmp_path / "head", result.directory))
     assert weights.keys() == ours.keys()
     assert all(torch.equal(weights[key], ours[key]) for key in ours)
-    facts = json.loads(finished.stdout)
     for key, value in result.facts.items():
         assert facts[key] == value or key in ("seconds", "directory"), key
     assert "$ foretoken train medusa" in (tmp_path / "head" / "README.md").read_text()

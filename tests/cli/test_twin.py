@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
-from command_line import MODEL, ROOT, Finished, run
+from command_line import MODEL, ROOT, assert_refused, output_of, report_of, run
 from tiny_models import tiny_model
 
 from foretoken.bench.padding import Padding
@@ -37,16 +36,14 @@ def small(tmp_path: Path) -> Path:
     return model
 
 
-def made(model: Path, *more: str) -> Finished:
-    return run("twin", str(model), str(model.with_name("twin")), "--layers", "3", "--hidden-size", "128", *more)
+def words(model: Path, *more: str) -> list[str]:
+    return ["twin", str(model), str(model.with_name("twin")), "--layers", "3", "--hidden-size", "128", *more]
 
 
 def test_a_twin_is_made_compared_and_measured(small: Path) -> None:
-    done = made(small)
-    assert done.returncode == 0, done.stderr
-    assert "s to write" in done.stdout
+    assert "s to write" in output_of(*words(small))
     twin = small.with_name("twin")
-    report = json.loads(made(small, "--json").stdout)  # the twin there is replaced
+    report = report_of(*words(small))  # the twin there is replaced
     assert [(part["role"], part["path"]) for part in report["parts"]] == [
         ("target", str(twin)), ("medusa", f"{twin}-medusa"),
     ]  # fmt: skip
@@ -56,16 +53,15 @@ def test_a_twin_is_made_compared_and_measured(small: Path) -> None:
 
     measured = ("bench", str(twin), "-s", "medusa:num_speculative_tokens=2", "--num-prompts", "1", "--max-tokens", "4",
                 "--temperature", "0", "--runner", "lean-native")  # fmt: skip
-    text = run(*measured).stdout
+    text = output_of(*measured)
     assert f"cost_twin={LABEL}" in text.splitlines()[0]
     assert text.count(f"cost twin {LABEL}") == 3  # above all tables
-    assert json.loads(run(*measured, "--json").stdout)["cost_twin"] == LABEL
-    assert json.loads(run("inspect", str(twin), "--json").stdout)["cost_twin"] == LABEL
+    assert report_of(*measured)["cost_twin"] == report_of("inspect", str(twin))["cost_twin"] == LABEL
 
 
 def test_a_twin_that_computes_something_else_is_told(small: Path) -> None:
     with mock.patch.object(Padding, "root", 1):  # norms are not scaled
-        done = made(small)
+        done = run(*words(small))
     assert done.returncode == 1
     assert "NO" in done.stdout
     assert done.stderr.splitlines()[-1] == (
@@ -86,17 +82,12 @@ def test_a_twin_that_computes_something_else_is_told(small: Path) -> None:
     ],
 )
 def test_errors_are_a_sentence(small: Path, more: list[str], message: str) -> None:
-    done = made(small, *more)
-    assert done.returncode == 2, done.stdout + done.stderr
-    assert done.stderr.startswith("error: ")
-    assert message in done.stderr
-    assert done.stderr.count("\n") == 1
+    assert_refused(message, *words(small, *more))
     assert not small.with_name("twin").exists()
 
 
 def test_text_is_needed_to_compare(small: Path) -> None:
     (small / "tokenizer.json").unlink()
     (small / "tokenizer_config.json").unlink()
-    done = made(small)
-    assert (done.returncode, small.with_name("twin").exists()) == (2, False)
-    assert "has no tokenizer" in done.stderr
+    assert_refused("has no tokenizer", *words(small))
+    assert not small.with_name("twin").exists()

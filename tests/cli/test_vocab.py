@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from command_line import Finished, run
+from command_line import assert_refused, done, output_of, report_of
 from packed_data import write_packed
 from tiny_models import VOCAB_SIZE
 
@@ -33,23 +33,19 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_target(directory / "target")
     documents = [Document(list(text)) for text in texts().texts]
     write_packed(directory / "data" / "train", documents, tokenizer=tokenizer())
-    made(directory, SIZE)
+    output_of(*vocab(directory, SIZE))
     return directory
 
 
-def made(place: Path, size: int, *more: str) -> tuple[Finished, Path]:
-    """`foretoken data vocab`, and its file."""
-    out = place / f"vocab-{size}.json"
-    return run("data", "vocab", str(place / "data"), "--size", str(size), "--out", str(out), *more), out
+def vocab(place: Path, size: int) -> tuple[str, ...]:
+    return ("data", "vocab", str(place / "data"), "--size", str(size), "--out", str(place / f"vocab-{size}.json"))
 
 
 @pytest.fixture
-def train(place: Path, tmp_path: Path) -> Callable[..., Finished]:
-    def call(method: str, *arguments: str) -> Finished:
-        where = ("--data", str(place / "data"), "--out", str(tmp_path / "head"))
-        return run("train", method, str(place / "target"), *where, *QUICK, *arguments)
-
-    return call
+def train(place: Path, tmp_path: Path) -> Callable[..., list[str]]:
+    """The words of a command that trains a head."""
+    where = ("--data", str(place / "data"), "--out", str(tmp_path / "head"))
+    return lambda method, *more: ["train", method, str(place / "target"), *where, *QUICK, *more]
 
 
 def test_what_it_chooses_and_says(place: Path) -> None:
@@ -59,13 +55,12 @@ def test_what_it_chooses_and_says(place: Path) -> None:
     assert chosen["tokenizer_sha"] == packed.meta["tokenizer_sha"]
     hits = sum(token in chosen["token_ids"] for token in packed.tokens.tolist())
     assert chosen["coverage"] == pytest.approx(hits / len(packed.tokens))
-    result, out = made(place, VOCAB_SIZE)
-    assert result.returncode == 0, result.stderr
+    result, out = done(*vocab(place, VOCAB_SIZE)), place / f"vocab-{VOCAB_SIZE}.json"
     assert f"{out}: {VOCAB_SIZE} tokens, coverage 100.00% of {len(packed.tokens)} labels" in result.stdout
     unseen = VOCAB_SIZE - len(set(packed.tokens.tolist()))
     assert f"{unseen} of {VOCAB_SIZE} tokens are not labels" in result.stderr
     out.unlink()
-    facts = json.loads(made(place, VOCAB_SIZE, "--json")[0].stdout)
+    facts = report_of(*vocab(place, VOCAB_SIZE))
     assert (facts["coverage"], facts["filled"]) == (1.0, unseen)
 
 
@@ -77,15 +72,14 @@ def test_what_it_chooses_and_says(place: Path) -> None:
     ],
 )
 def test_from_data_to_lossless_drafts(
-    place: Path, tmp_path: Path, train: Callable[..., Finished], method: str, sizes: tuple[str, ...]
+    place: Path, tmp_path: Path, train: Callable[..., list[str]], method: str, sizes: tuple[str, ...]
 ) -> None:
-    vocab = place / f"vocab-{SIZE}.json"
-    result = train(method, *sizes, "--draft-vocab", str(vocab), "--steps", "40")
-    assert result.returncode == 0, result.stderr
+    file = place / f"vocab-{SIZE}.json"
+    output_of(*train(method, *sizes, "--draft-vocab", str(file), "--steps", "40"))
     head = read_head(tmp_path / "head")[1]
     sizes_of: Any = head.config
     assert sizes_of.draft_vocab_size == SIZE
-    assert head.weights["token_map"].tolist() == json.loads(vocab.read_text())["token_ids"]
+    assert head.weights["token_map"].tolist() == json.loads(file.read_text())["token_ids"]
     params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
     config = {"method": method, "model": str(tmp_path / "head"), "num_speculative_tokens": 2}
     plain, drafted = (
@@ -104,19 +98,16 @@ def test_bad_requests(place: Path, tmp_path: Path) -> None:
         ((str(tmp_path), "--size", "4", "--out", out), "holds no packed tokens"),
         ((data, "--size", "4", "--out", str(place / f"vocab-{SIZE}.json")), "exists already"),
     ):
-        result = run("data", "vocab", *arguments)
-        assert result.returncode == 2, result.stdout
-        assert sentence in result.stderr
-        assert "Traceback" not in result.stderr
+        assert_refused(sentence, "data", "vocab", *arguments)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_does_not_fit(place: Path, tmp_path: Path, train: Callable[..., Finished]) -> None:
-    vocab = place / f"vocab-{SIZE}.json"
+def test_what_does_not_fit(place: Path, tmp_path: Path, train: Callable[..., list[str]]) -> None:
+    file = place / f"vocab-{SIZE}.json"
     foreign = tmp_path / "foreign.json"
-    foreign.write_text(json.dumps(json.loads(vocab.read_text()) | {"tokenizer_sha": "another"}))
-    given = ("--draft-vocab", str(vocab))
-    assert train("eagle3", *given, "--steps", "1").returncode == 0
+    foreign.write_text(json.dumps(json.loads(file.read_text()) | {"tokenizer_sha": "another"}))
+    given = ("--draft-vocab", str(file))
+    output_of(*train("eagle3", *given, "--steps", "1"))
     head = ("--init", str((tmp_path / "head").rename(tmp_path / "other")))
     shutil.rmtree(tmp_path / "head-run")
     for method, arguments, sentence in (
@@ -129,30 +120,25 @@ def test_what_does_not_fit(place: Path, tmp_path: Path, train: Callable[..., Fin
         ("mlp_speculator", given, "not for mlp_speculator heads, which draft all tokens"),
         ("medusa", (*given, "--joint", "backbone=lora", "--target-out", str(tmp_path / "new")), "--joint trains"),
     ):
-        result = train(method, *arguments, "--steps", "2")
-        assert result.returncode == 2, result.stdout
-        assert sentence in result.stderr, result.stderr
-        assert "Traceback" not in result.stderr
+        assert_refused(sentence, *train(method, *arguments, "--steps", "2"))
         assert not (tmp_path / "head").exists()
 
 
 @pytest.mark.parametrize("method", ["hass", "medusa"])
 def test_a_shared_lm_head_teaches_these_tokens_alone(
-    place: Path, tmp_path: Path, train: Callable[..., Finished], method: str
+    place: Path, tmp_path: Path, train: Callable[..., list[str]], method: str
 ) -> None:
-    vocab = place / f"vocab-{SIZE}.json"
+    file = place / f"vocab-{SIZE}.json"
     heads = []
     for begun in ((), ("--init", str(tmp_path / "first"))):  # the vocabulary is of the training, not of the head
-        result = train(method, *begun, "--draft-vocab", str(vocab), "--steps", "3", "--num-prompts", "0")
-        assert result.returncode == 0, result.stderr
+        output_of(*train(method, *begun, "--draft-vocab", str(file), "--steps", "3", "--num-prompts", "0"))
         heads.append(read_head(tmp_path / "head")[1])
         (tmp_path / "head").rename(tmp_path / "first") if not begun else None
         shutil.rmtree(tmp_path / "head-run")
     assert all("token_map" not in head.weights for head in heads)
     (tmp_path / "head").rename(tmp_path / "second")
-    result = train(method, "--init", str(tmp_path / "second"), "--steps", "1", "--num-prompts", "0")
-    assert result.returncode == 0, result.stderr
+    output_of(*train(method, "--init", str(tmp_path / "second"), "--steps", "1", "--num-prompts", "0"))
     heads.append(read_head(tmp_path / "head")[1])  # which goes on with the vocabulary of the head
-    assert all(head.draft_vocab == json.loads(vocab.read_text())["token_ids"] for head in heads)
+    assert all(head.draft_vocab == json.loads(file.read_text())["token_ids"] for head in heads)
     assert heads[0].notes["settings"]["draft_vocab"] is not None
     assert any(not torch.equal(heads[0].weights[name], heads[1].weights[name]) for name in heads[0].weights)

@@ -17,8 +17,8 @@ pytest.importorskip("ray", reason="needs the extra [ray]")
 from server.ray_cluster import kill_one, ray_cluster
 
 from foretoken import LLM, AsyncLLM, SamplingParams
-from foretoken.cli.batch import batch
 from foretoken.cli.options import DrafterChoice, LoadOptions
+from foretoken.cli.serve import batch
 from foretoken.core.errors import ForetokenError
 from foretoken.server.batch import AnswerFile, RayWorkers, run_ray_batch
 
