@@ -22,7 +22,7 @@ from foretoken.models.names import resolve_model
 _VALUES = {int: "N", float: "X", str: "TEXT", Path: "PATH"}
 _DIRECTORIES = {"model", "target", "init"}  # text options that name a directory or a hub id
 _INTEGERS = (1 - 2**31, 2**31 - 1)
-_NUMBERS = (0.0, 1e100)  # a choice: of no option is a larger number useful, or a negative one
+_NUMBERS = (0.0, 1e100)  # a choice: no option needs a larger number, or a negative one
 # The least and the largest number of other options, by name. Those of batches and machines are choices.
 _BOUNDS: dict[str, tuple[float, float]] = {
     **dict.fromkeys(("seed", "kv_cache_memory_bytes"), (1 - 2**63, 2**63 - 1)),
@@ -49,7 +49,7 @@ class _Command(TyperCommand):
             is_argument = param.param_type_name == "argument"
             if param.metavar is None and param.name in hints:
                 param.metavar = param.name.upper() if is_argument else _value(hints[param.name])
-            if is_argument:  # the argument's name stands there; newer versions of typer add a type
+            if is_argument:  # shows the name alone; newer versions of typer add a type
                 vars(param)["display_type_rich"] = _no_type
 
     def get_params(self, ctx: Any) -> list[Any]:

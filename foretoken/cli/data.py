@@ -254,7 +254,7 @@ def _ending_cleanly() -> Iterator[None]:
 
 @contextmanager
 def _shown() -> Iterator[Callable[[DataProgress | tuple[int, int]], None]]:
-    """Yields a function that shows what is made, and how many of how many prompts of a call are answered besides."""
+    """Yields a function that shows the progress of the corpus, or of the prompts that the target answers."""
     last, line = time.perf_counter(), ""
     with terminal.renewed_line() as (say, every):
 

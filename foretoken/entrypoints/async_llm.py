@@ -304,7 +304,7 @@ class AsyncLLM(BuiltPerProcess):
         client: object = None,
         check: Callable[[int], None] | None = None,
     ) -> RequestStream:
-        """Submits a request; `call` names a caller that gives new parts alone."""
+        """Submits a request; `call` is the name of a caller that yields only new parts, else None."""
         if request_id is not None:
             check_text("request_id", request_id)
             if not 0 < len(request_id) <= _LONGEST_ID:

@@ -17,7 +17,7 @@ from foretoken.core.checks import as_python, check_text, shown
 from foretoken.core.errors import ConfigError, nearest_name_hint
 from foretoken.drafters.registry import drafter_options, is_method, known_methods, offered_methods, unknown_method
 from foretoken.drafters.vocabularies import DraftModelFiles
-from foretoken.drafting.policies import THRESHOLD, check_batch_table, check_control, check_threshold
+from foretoken.drafting.policies import THRESHOLD, BatchTable, check_batch_table, check_control, check_threshold
 from foretoken.entrypoints.drafter_files import (
     DRAFT_MODEL,
     beside,
@@ -40,7 +40,6 @@ if TYPE_CHECKING:
 
     from foretoken.core.results import RequestOutput
     from foretoken.drafters.base import DrafterOptions
-from foretoken.drafting.policies import BatchTable
 
 PLAIN = "plain"
 _BEFORE_KEY = re.compile(r":(?=[A-Za-z_]\w*=)")
@@ -335,7 +334,7 @@ def parse_speculative_config(
 
 
 def _current(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns a configuration with what replaces its removed values, and warns of them."""
+    """Replaces removed values of a configuration by their successors, with a warning."""
     for key, (old, new) in _REMOVED.items():
         if isinstance(value := config.get(key), str) and value == old:
             warnings.warn(f"'{key}': '{old}' was removed; '{new}' replaces it", FutureWarning, stacklevel=2)

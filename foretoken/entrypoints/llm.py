@@ -309,9 +309,8 @@ class LLM(BuiltPerProcess):
     def encode(self, text: str, *, add_special_tokens: bool = True, most_tokens: int | None = None) -> list[int]:
         """Returns the token ids of a text.
 
-        With `add_special_tokens` they include those that the tokenizer adds to a prompt. Text with bytes that need more
-        than `most_tokens` tokens for certain is refused before encoding. Raises `RequestError` when it is not text or
-        too long, or the model has no tokenizer.
+        With `add_special_tokens` they include the tokens that the tokenizer adds to a prompt. Raises `RequestError` if
+        the text is not valid, certainly needs more than `most_tokens` tokens, or the model has no tokenizer.
         """
         return self._requests.encode(text, add_special_tokens=add_special_tokens, most_tokens=most_tokens)
 

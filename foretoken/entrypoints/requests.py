@@ -51,7 +51,7 @@ class Request:
 
     @property
     def client(self) -> Client:
-        """Who asks."""
+        """The client that sent it."""
         return self.sequences[0].client
 
     @property

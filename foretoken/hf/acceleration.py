@@ -212,9 +212,9 @@ def _drafts_with(module: torch.nn.Module) -> Callable[[], Drafter]:
 
 
 class AcceleratedGenerate:
-    """Replaces a model's `generate` by one over `beneath`: transformers' own, or an enclosing acceleration.
+    """Stands in for a model's `generate`; `beneath` is what it replaced, transformers' own or another acceleration.
 
-    A copied or unpickled model has the original one.
+    A copied or unpickled model has transformers' own.
     """
 
     def __init__(self, model: Any, engine: Acceleration, tokenizer: Any) -> None:

@@ -121,7 +121,7 @@ class End(_Line):
 
 
 class Trace(_Line):
-    """A whole file; without `end` for a generation that was killed."""
+    """A whole file."""
 
     header: Header
     iterations: list[Iteration]

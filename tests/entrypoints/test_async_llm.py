@@ -9,9 +9,7 @@ import asyncio
 import functools
 import gc
 import itertools
-import os
 import random
-import signal
 import subprocess
 import sys
 import threading
@@ -24,6 +22,7 @@ from typing import Any
 import pytest
 from end_to_end.request_mix import CONTEXT_LEN, plain_mix, references, request_mix
 from end_to_end.tiny_llms import drafters, llm, target, tokenizer
+from entrypoints.test_many_threads import in_child, is_content
 from entrypoints.test_streaming import is_idle
 
 from foretoken import (
@@ -655,55 +654,38 @@ def test_a_forked_child_is_told_that_nobody_serves_it() -> None:
     engine = AsyncLLM(llm({}, max_num_seqs=1, on_step=gate))
     stream = engine.submit([5], GREEDY)
     gate.wait()  # in the middle of an iteration
-    child = os.fork()
-    if child == 0:
-        signal.alarm(PATIENCE_S)  # ends the child where it would hang
-        code = 1
-        try:
-            gate.open()
-            code += _outcome_in_child(engine, stream)
-        finally:
-            os._exit(code)
+
+    def is_told() -> bool:
+        gate.open()
+        if engine.is_alive or engine.num_running or engine.num_waiting:
+            return False
+        for refused in (lambda: engine.submit([5], GREEDY), lambda: asyncio.run(stream.output())):
+            with pytest.raises(EngineStopped, match="forked"):
+                refused()
+        engine.close()
+        texts = [asyncio.run(AsyncLLM(engine.llm).generate([5], GREEDY)), engine.llm.generate([5], GREEDY)[0]]
+        return ids_of(texts[0]) == ids_of(texts[1])
+
+    child = in_child(is_told)
     gate.open()
     assert asyncio.run(stream.output()).outputs[0].finish_reason == "length"
     engine.close()
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
-
-
-def _outcome_in_child(engine: AsyncLLM, stream: RequestStream) -> int:
-    """0 where all is as it should be."""
-    if engine.is_alive or engine.num_running or engine.num_waiting:
-        return 1
-    for refused in (lambda: engine.submit([5], GREEDY), lambda: asyncio.run(stream.output())):
-        try:
-            refused()
-        except EngineStopped as err:
-            if "forked" not in str(err):
-                return 2
-        else:
-            return 3
-    engine.close()
-    texts = [asyncio.run(AsyncLLM(engine.llm).generate([5], GREEDY)), engine.llm.generate([5], GREEDY)[0]]
-    return 0 if ids_of(texts[0]) == ids_of(texts[1]) else 4
+    assert is_content(child)
 
 
 def test_what_runs_at_the_end_of_a_program_is_aborted() -> None:
     """In a forked child, whose threads are its own."""
-    child = os.fork()
-    if child == 0:
-        signal.alarm(PATIENCE_S)  # ends the child where it would hang
-        code = 1
-        try:
-            engine = AsyncLLM(llm({}, on_step=(gate := Gate())))
-            stream = engine.submit([5], LONG)
-            gate.wait()  # in the middle of an iteration
-            threading.Timer(0.01, gate.open).start()
-            _at_exit()
-            reason = asyncio.run(stream.output()).outputs[0].finish_reason
-            code = 0 if reason == "abort" and not engine._thread._thread.is_alive() else 2
-        finally:
-            os._exit(code)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+    def is_aborted() -> bool:
+        engine = AsyncLLM(llm({}, on_step=(gate := Gate())))
+        stream = engine.submit([5], LONG)
+        gate.wait()  # in the middle of an iteration
+        threading.Timer(0.01, gate.open).start()
+        _at_exit()
+        reason = asyncio.run(stream.output()).outputs[0].finish_reason
+        return reason == "abort" and not engine._thread._thread.is_alive()
+
+    assert is_content(in_child(is_aborted))
 
 
 @pytest.mark.slow

@@ -29,6 +29,24 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=30)
 DRAFTERS = drafters()
 
 
+def in_child(work: Callable[[], bool]) -> int:
+    """The process id of a forked child, which has done `work` when it ends."""
+    child = os.fork()
+    if child == 0:
+        signal.alarm(PATIENCE_S)  # ends the child where it would hang
+        code = 1
+        try:
+            code = 0 if work() else 2
+        finally:
+            os._exit(code)
+    return child
+
+
+def is_content(child: int) -> bool:
+    """Waits for the end of a child, and tells whether its work was true."""
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
 def in_threads(work: Callable[[int], Any]) -> list[Any]:
     """What `work(i)` gives in each of 16 threads that begin together; raises what a thread raises."""
     together = threading.Barrier(THREADS)
@@ -189,17 +207,10 @@ def test_a_forked_child_does_not_inherit_locks_or_requests() -> None:
     thread = threading.Thread(target=engine.generate, args=([5], GREEDY), name="holder")
     thread.start()
     inside.wait(PATIENCE_S)
-    child = os.fork()
-    if child == 0:
-        signal.alarm(PATIENCE_S)  # ends the child where it would hang
-        code = 3
-        try:
-            code = 0 if engine.generate([6], GREEDY)[0].outputs[0].token_ids == expected else 2
-        finally:
-            os._exit(code)
+    child = in_child(lambda: engine.generate([6], GREEDY)[0].outputs[0].token_ids == expected)
     forked.set()
     thread.join(PATIENCE_S)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert is_content(child)
 
 
 def test_a_lock_is_given_in_the_order_of_asking() -> None:

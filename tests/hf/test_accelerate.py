@@ -9,7 +9,7 @@ import copy
 import io
 import logging
 import pickle
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -479,29 +479,9 @@ class Shift(torch.nn.Module):
         return self.inner(x).roll(3, dims=-1)  # type: ignore[no-any-return]
 
 
-def set_epsilon(model: Any) -> None:
-    model.model.layers[1].input_layernorm.variance_epsilon = 0.4
-
-
-def add_hook(model: Any) -> None:
-    model.model.layers[0].register_forward_hook(lambda module, args, output: output * -1.5)
-
-
-def add_pre_hook(model: Any) -> None:
-    model.model.norm.register_forward_pre_hook(lambda module, args: (args[0].roll(1, dims=-1),))
-
-
-def add_projection_hook(model: Any) -> None:
-    model.model.layers[2].mlp.up_proj.register_forward_hook(lambda module, args, output: output * 3)
-
-
 def replace_forward(model: Any) -> None:
     norm = model.model.layers[0].post_attention_layernorm
     norm.forward = lambda x: type(norm).forward(norm, x).flip(-1)
-
-
-def replace_norm(model: Any) -> None:
-    model.model.layers[0].input_layernorm = Shift(model.model.layers[0].input_layernorm)
 
 
 def replace_activation(model: Any) -> None:
@@ -510,37 +490,35 @@ def replace_activation(model: Any) -> None:
 
 
 def replace_layer(model: Any) -> None:
-    model.model.layers[0] = copy.deepcopy(model.model.layers[2])
-    model.model.layers[0].self_attn.layer_idx, model.model.layers[0].self_attn.config = 0, model.config
+    layer = copy.deepcopy(model.model.layers[2])
+    model.model.layers[0], layer.self_attn.layer_idx, layer.self_attn.config = layer, 0, model.config
 
 
-def replace_weight(model: Any) -> None:
-    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().flip(0))
-
-
-def write_buffer(model: Any) -> None:
-    model.model.rotary_emb.inv_freq.mul_(0.2)
-
-
-def replace_buffer(model: Any) -> None:
-    model.model.rotary_emb.inv_freq = model.model.rotary_emb.inv_freq * 0.2
-
-
-def replace_data(model: Any) -> None:
-    model.lm_head.weight.data = model.lm_head.weight.data.flip(0)
-
-
-def assign_state(model: Any) -> None:
-    model.load_state_dict({key: value * -0.7 for key, value in model.state_dict().items()}, assign=True)
-
-
-CHANGES = {
-    change.__name__: change
-    for change in (
-        set_epsilon, add_hook, add_pre_hook, add_projection_hook, replace_forward, replace_norm, replace_activation,
-        replace_layer, replace_weight, write_buffer, replace_buffer, replace_data, assign_state,
-    )
-}  # fmt: skip
+CHANGES: dict[str, Callable[[Any], Any]] = {
+    "set_epsilon": lambda model: setattr(model.model.layers[1].input_layernorm, "variance_epsilon", 0.4),
+    "add_hook": lambda model: model.model.layers[0].register_forward_hook(lambda *event: event[-1] * -1.5),
+    "add_pre_hook": lambda model: model.model.norm.register_forward_pre_hook(
+        lambda module, args: (args[0].roll(1, dims=-1),)
+    ),
+    "add_projection_hook": lambda model: model.model.layers[2].mlp.up_proj.register_forward_hook(
+        lambda *event: event[-1] * 3
+    ),
+    "replace_forward": replace_forward,
+    "replace_norm": lambda model: setattr(
+        model.model.layers[0], "input_layernorm", Shift(model.model.layers[0].input_layernorm)
+    ),
+    "replace_activation": replace_activation,
+    "replace_layer": replace_layer,
+    "replace_weight": lambda model: setattr(
+        model.lm_head, "weight", torch.nn.Parameter(model.lm_head.weight.detach().flip(0))
+    ),
+    "write_buffer": lambda model: model.model.rotary_emb.inv_freq.mul_(0.2),
+    "replace_buffer": lambda model: setattr(model.model.rotary_emb, "inv_freq", model.model.rotary_emb.inv_freq * 0.2),
+    "replace_data": lambda model: setattr(model.lm_head.weight, "data", model.lm_head.weight.data.flip(0)),
+    "assign_state": lambda model: model.load_state_dict(
+        {key: value * -0.7 for key, value in model.state_dict().items()}, assign=True
+    ),
+}
 BY_TRANSFORMERS = {
     "add_hook": "model.layers.0 has a forward hook",
     "add_pre_hook": "model.norm has a forward hook",
