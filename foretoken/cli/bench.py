@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+from dataclasses import dataclass
 from itertools import cycle, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -22,19 +23,43 @@ if TYPE_CHECKING:
     from foretoken.text.prompt_rows import PromptRow
 
 
-def bench(
-    model: options.Model,
-    *,
-    drafters: options.DrafterChoices,
-    synthetic_acceptance: options.SyntheticAcceptance = None,
+@dataclass(frozen=True, kw_only=True)
+class SuiteOptions(options.PromptOptions):
+    """The prompts of a measurement, or the questions of a suite."""
+
     suite: Annotated[
         str | None,
         typer.Option(
             metavar="NAME",
             help="spec-bench: print the form of its leaderboard, for its file in --prompts, greedily by default.",
         ),
-    ] = None,
-    asked: options.PromptOptions,
+    ] = None
+
+    def rows(self) -> list[PromptRow]:
+        """Reads the prompts; raises `ConfigError` for an unknown suite, and for a suite without its file."""
+        if self.suite is None:
+            return super().rows()
+        from foretoken.bench.speed_report import GROUPS, SUITE, check_rows
+        from foretoken.bench.workload import read_prompts
+
+        if self.suite != SUITE:
+            raise ConfigError(f"--suite is '{self.suite}'. Expected {SUITE}. Leave it out for other prompts.")
+        if self.prompts == "heldout":
+            raise ConfigError(
+                f"--suite {SUITE} has no questions. Expected its file. Pass --prompts question.jsonl, which lies in "
+                "data/spec_bench of hemingkx/Spec-Bench."
+            )
+        rows = read_prompts(self.prompts, limit=self.num_prompts, groups=GROUPS)
+        check_rows(rows)
+        return rows
+
+
+def bench(
+    model: options.Model,
+    *,
+    drafters: options.DrafterChoices,
+    synthetic_acceptance: options.SyntheticAcceptance = None,
+    asked: Annotated[SuiteOptions, ("prompts", "suite", "num_prompts", "max_tokens", "temperature")],
     batch_size: options.BatchSizes = None,
     repeats: Annotated[int, typer.Option(min=1, help="How often everything is measured.")] = 1,
     seed: options.Seed = 0,
@@ -73,12 +98,11 @@ def bench(
         options.with_synthetic_acceptance(setup, synthetic_acceptance, model)
         for setup in checked_setups(drafters.texts or ["ngram"], target=model)
     ]
-    rows = asked.rows() if suite is None else _suite_rows(suite, asked)
-    batch_sizes = batch_size or [1]
+    rows, batch_sizes = asked.rows(), batch_size or [1]
     (loaded, tokenizer), runner = loading.load(model), loading.runner
     if refresh_costs:
         measure_anew(loaded, runner, max(batch_sizes))
-    temperatures = [0.0] if suite else [0.0, 0.8]
+    temperatures = [0.0] if asked.suite else [0.0, 0.8]
     workload = asked.workload(rows, loaded, tokenizer, temperatures=temperatures, runner=runner, seed=seed)
     header = options.run_header(
         loaded, prompts=len(workload.prompts), max_tokens=workload.max_tokens,
@@ -105,20 +129,20 @@ def bench(
                         add([cell(row) for _, _, cell in columns])
                 measurements += measured
     header["runner"] = _runners(measurements)
-    boards = _leaderboards(measurements) if suite else []
+    boards = _leaderboards(measurements) if asked.suite else []
     found = verdicts(measurements, {each.name for each in setups if each.config and not each.needs_references})
     costs = verify_costs(loaded, measurements[0].runner) if cost_curve else []
     if as_json:
         options.print_json({
             **header,
             "measurements": [row.as_dict() for row in measurements],
-            **({"spec_bench": boards} if suite else {}),
+            **({"spec_bench": boards} if asked.suite else {}),
             "verdicts": [each._asdict() for each in found],
             **({"verify_cost": [{"width": w, "seconds": s} for w, s in costs]} if cost_curve else {}),
         })  # fmt: skip
         return
     _print_acceptance(measurements, twin)
-    if suite:
+    if asked.suite:
         _print_leaderboards(boards, twin)
     else:
         _print_speed_bench(measurements, twin)
@@ -132,22 +156,6 @@ def bench(
 
 def _runners(measured: Sequence[Measurement]) -> str:
     return ", ".join(dict.fromkeys(row.runner for row in measured))
-
-
-def _suite_rows(suite: str, asked: options.PromptOptions) -> list[PromptRow]:
-    from foretoken.bench.speed_report import GROUPS, SUITE, check_rows
-    from foretoken.bench.workload import read_prompts
-
-    if suite != SUITE:
-        raise ConfigError(f"--suite is '{suite}'. Expected {SUITE}. Leave it out for other prompts.")
-    if asked.prompts == "heldout":
-        raise ConfigError(
-            f"--suite {SUITE} has no questions. Expected its file. Pass --prompts question.jsonl, which lies in "
-            "data/spec_bench of hemingkx/Spec-Bench."
-        )
-    rows = read_prompts(asked.prompts, limit=asked.num_prompts, groups=GROUPS)
-    check_rows(rows)
-    return rows
 
 
 def _leaderboards(measurements: Sequence[Measurement]) -> list[dict[str, Any]]:
