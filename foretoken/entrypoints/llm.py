@@ -161,11 +161,11 @@ class LLM(BuiltPerProcess):
             impossible_ids=None if allow_unknown_ids else ids_without_token(self.tokenizer, self.target),
             has_traces=trace,
         )
-        self._requests = RequestReader(
+        requests = RequestReader(
             self.target, self.tokenizer, None if seed is None else int(seed), self.sampling_defaults,
             has_target_text=setup.policy.rule != "synthetic",
         )  # fmt: skip
-        self.shared = SharedEngine(self._engine, self._requests)
+        self.shared = SharedEngine(self._engine, requests)
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineArgs) -> Self:
@@ -281,7 +281,7 @@ class LLM(BuiltPerProcess):
     def chat_prompts(self, messages: Seq[Message] | Seq[Seq[Message]], **form: Any) -> list[dict[str, Any]]:
         """Returns the prompts of conversations, for `generate` and `stream`. Arguments and errors as in `chat`."""
         self.shared.check_outside()  # without a turn, so that others are served meanwhile
-        return self._requests.chats(messages, chat_format(form))
+        return self.shared.requests.chats(messages, chat_format(form))
 
     def reset_prefix_cache(self) -> bool:
         """Drops all cached KV rows; returns whether the model can run on the weights.
@@ -295,7 +295,7 @@ class LLM(BuiltPerProcess):
 
     def get_default_sampling_params(self) -> SamplingParams:
         """Returns a copy of the model's sampling defaults, which requests without parameters use."""
-        return self._requests.default_params()
+        return self.shared.requests.default_params()
 
     def get_metrics(self) -> list[Metric]:
         """Returns counts over all calls so far, under vLLM's names ("vllm:spec_decode_num_accepted_tokens") or ours."""
@@ -312,11 +312,11 @@ class LLM(BuiltPerProcess):
         With `add_special_tokens` they include the tokens that the tokenizer adds to a prompt. Raises `RequestError` if
         the text is not valid, certainly needs more than `most_tokens` tokens, or the model has no tokenizer.
         """
-        return self._requests.encode(text, add_special_tokens=add_special_tokens, most_tokens=most_tokens)
+        return self.shared.requests.encode(text, add_special_tokens=add_special_tokens, most_tokens=most_tokens)
 
     def decode(self, token_ids: Seq[int]) -> str:
         """Returns the text of token ids, special tokens included; raises `RequestError` for ids without a token."""
-        return self._requests.decode(token_ids)
+        return self.shared.requests.decode(token_ids)
 
     def _read(self, prompts: Any, sampling_params: Any, params: Any) -> list[Request]:
         if params is not None:
@@ -325,7 +325,7 @@ class LLM(BuiltPerProcess):
             warnings.warn("params is now called sampling_params, as in vLLM", DeprecationWarning, stacklevel=3)
             sampling_params = params
         self.shared.check_outside()  # without a turn, so that others are served while a grammar compiles
-        return self._requests.read(prompts, sampling_params)
+        return self.shared.requests.read(prompts, sampling_params)
 
     def chunks(self, requests: list[Request]) -> Generator[StreamChunk]:
         """Runs requests that `shared.requests` has read; yields each sequence's new tokens after every iteration."""

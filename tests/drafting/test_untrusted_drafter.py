@@ -32,7 +32,7 @@ PARAMS = [
 
 def outcomes(engine: LLM) -> list[Any]:
     """Tokens, text, reasons and errors of the requests; those without a seed get the same noise in every engine."""
-    engine._requests._seeds = random.Random(11)
+    engine.shared.requests._seeds = random.Random(11)
     outputs = [output.outputs[0] for output in engine.generate(PROMPTS, PARAMS)]
     assert not engine._engine.has_work
     return [(o.token_ids, o.text, o.finish_reason, o.error) for o in outputs]
