@@ -256,11 +256,9 @@ def _checked_reads(reads: Any, owner: str) -> TargetReads:
 
 def _checked_sizes(sizes: Any, owner: str) -> list[int]:
     expected = f"Expected ascending numbers of nodes from 1 to at most {MAX_NODES}, as range(1, 6) for chains of four."
-    is_sizes = isinstance(sizes, range | tuple | list) and 0 < len(sizes) <= _DEEPEST
-    if not is_sizes or any(type(nodes) is not int for nodes in sizes):
-        raise ConfigError(f"nodes_by_depth of {owner} is {shown(sizes)}. {expected}")
-    found = list(sizes)
-    if found[0] != 1 or found != sorted(found) or found[-1] > MAX_NODES:
+    found = list(sizes) if isinstance(sizes, range | tuple | list) and len(sizes) <= _DEEPEST else []
+    are_numbers = bool(found) and all(type(nodes) is int for nodes in found)
+    if not are_numbers or found[0] != 1 or found != sorted(found) or found[-1] > MAX_NODES:
         raise ConfigError(f"nodes_by_depth of {owner} is {shown(sizes)}. {expected}")
     return found
 
