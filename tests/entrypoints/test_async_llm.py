@@ -294,17 +294,15 @@ def test_results_on_the_way_are_of_the_kind_that_is_asked_for(kind: RequestOutpu
     engine.close()
 
 
-def test_leaving_the_results_on_the_way_ends_the_request() -> None:
+@in_loop
+async def test_leaving_the_results_on_the_way_ends_the_request() -> None:
     engine = AsyncLLM(llm({}))
-
-    async def run() -> None:
+    async with asyncio.timeout(PATIENCE_S):
         async for output in engine.generate([5], LONG):
             assert not output.finished
             break
         while engine.num_running:
             await asyncio.sleep(0)
-
-    asyncio.run(asyncio.wait_for(run(), PATIENCE_S))
     assert is_idle(engine.llm)
 
 
@@ -365,6 +363,27 @@ async def test_no_more_requests_and_tokens_wait_than_may() -> None:
     engine.close()
 
 
+Submitted = tuple[list[int], SamplingParams, Any]
+"""A prompt, its parameters, and the client that asks."""
+
+
+def joined(shared: LLM, gate: Gate, first: list[Submitted], late: Submitted) -> tuple[list[RequestOutput], list[bool]]:
+    """Submits requests, and a late one after an iteration: all results, and the iterations with the late one."""
+
+    async def run() -> list[RequestOutput]:
+        engine = AsyncLLM(shared)
+        streams = [engine.submit(prompt, params, client=client) for prompt, params, client in first]
+        await asyncio.to_thread(gate.wait)
+        streams.append(engine.submit(late[0], late[1], client=late[2], request_id="late"))
+        gate.open(10_000)
+        outputs = await within_patience(*(stream.output() for stream in streams))
+        await asyncio.to_thread(engine.close)
+        return outputs
+
+    outputs = asyncio.run(run())
+    return outputs, [any(step.request_id == "late" for step in record.sequences) for record in gate.records]
+
+
 @pytest.mark.parametrize("drafter", ["none", "ngram tree"])
 def test_a_client_that_asks_for_much_lets_others_in(drafter: str) -> None:
     """All slots are one client's when another comes, which gets one at once; every text is that of a single call."""
@@ -373,21 +392,9 @@ def test_a_client_that_asks_for_much_lets_others_in(drafter: str) -> None:
     shared = llm(
         DRAFTERS[drafter](references(plain)), runner=runner, max_num_seqs=3, max_model_len=CONTEXT_LEN, on_step=gate
     )
-
-    async def run() -> list[RequestOutput]:
-        engine, streams = AsyncLLM(shared), []
-        for request in mix:
-            streams.append(engine.submit(request.prompt, request.params, client="many"))
-        await asyncio.to_thread(gate.wait)
-        streams.append(engine.submit(mix[0].prompt, mix[0].params, client="one", request_id="one"))
-        gate.open(10_000)
-        outputs = await within_patience(*(stream.output() for stream in streams))
-        await asyncio.to_thread(engine.close)
-        return outputs
-
-    outputs = asyncio.run(run())
+    first = [(request.prompt, request.params, "many") for request in mix]
+    outputs, took_part = joined(shared, gate, first, (mix[0].prompt, mix[0].params, "one"))
     assert [ids_of(output) for output in outputs] == [ids_of(each) for each in (*plain, plain[0])]
-    took_part = [any(step.request_id == "one" for step in record.sequences) for record in gate.records]
     assert took_part.index(True) <= 2
     assert took_part[-1] is False
     assert sum(output.metrics.num_preemptions for output in outputs[:-1]) == 1
@@ -408,34 +415,17 @@ def test_a_new_client_gets_a_slot_within_16_iterations(many: list[Any], who: Any
     gate, prompts = Gate(), [[5 + i, *range(100, 229)] for i in range(len(many))]
     shared = LLM("models/tinycode", max_num_seqs=8, max_model_len=256, on_step=gate, **options)
     alone = LLM("models/tinycode", max_num_seqs=1, max_model_len=256).generate([*prompts, [9] * 60], GREEDY)
-
-    async def run() -> list[RequestOutput]:
-        engine = AsyncLLM(shared)
-        streams = [engine.submit(prompt, GREEDY, client=each) for prompt, each in zip(prompts, many, strict=True)]
-        await asyncio.to_thread(gate.wait)
-        streams.append(engine.submit([9] * 60, GREEDY, client=who, request_id="one"))
-        gate.open()
-        outputs = await within_patience(*(stream.output() for stream in streams))
-        await asyncio.to_thread(engine.close)
-        return outputs
-
-    assert [ids_of(output) for output in asyncio.run(run())] == [ids_of(output) for output in alone]
-    took_part = [any(step.request_id == "one" for step in record.sequences) for record in gate.records]
+    first = [(prompt, GREEDY, client) for prompt, client in zip(prompts, many, strict=True)]
+    outputs, took_part = joined(shared, gate, first, ([9] * 60, GREEDY, who))
+    assert [ids_of(output) for output in outputs] == [ids_of(output) for output in alone]
     assert took_part.index(True) <= 16
 
 
-@in_loop
-async def test_prompts_of_clients_that_ask_for_little_are_read_first() -> None:
+def test_prompts_of_clients_that_ask_for_little_are_read_first() -> None:
     gate, few = Gate(), SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
     shared = llm({}, max_num_seqs=4, max_num_batched_tokens=8, on_step=gate)
-    engine = AsyncLLM(shared)
-    streams = [engine.submit([begin, *range(3, 33)], few, client="many") for begin in (40, 41, 42)]
-    await asyncio.to_thread(gate.wait)
-    streams.append(engine.submit([5, 6], few, client="one", request_id="one"))
-    gate.open()
-    await within_patience(*(stream.output() for stream in streams))
-    await asyncio.to_thread(engine.close)
-    took_part = [any(step.request_id == "one" for step in record.sequences) for record in gate.records]
+    first = [([begin, *range(3, 33)], few, "many") for begin in (40, 41, 42)]
+    _, took_part = joined(shared, gate, first, ([5, 6], few, "one"))
     assert took_part.index(True) <= 2, "it waits for ninety tokens of the others"
 
 
