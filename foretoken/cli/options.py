@@ -64,36 +64,6 @@ Dtype = Annotated[
         help="float32, bfloat16, float16, float64, or auto (on CPU bfloat16 for weights in integers, else float32).",
     ),
 ]
-Quantized = Annotated[
-    str | None,
-    typer.Option(
-        "--quantization",
-        "-q",
-        metavar="NAME",
-        help="Quantize the target's matrices at load: int8 (a scale a row) or int4 (a scale for 128 weights); "
-        "w8a8 and w4a8 also quantize their inputs to 8 bits; a8 quantizes only the inputs, of weights stored in "
-        "integers. CPUs alone. Texts are then those of the quantized model.",
-    ),
-]
-KVCacheDtype = Annotated[
-    str | None,
-    typer.Option(
-        metavar="NAME",
-        help="int8 quantizes keys and values when they are written to the KV cache: about half the memory of "
-        "bfloat16, in about the same time. CPUs alone. Texts are then those of the quantized cache. Default: auto.",
-    ),
-]
-RunnerName = Annotated[
-    str,
-    typer.Option(
-        "--runner",
-        metavar="NAME",
-        help="auto (exact where an exact runner fits the model), fastest (by measured cost, exact or not: plain and "
-        "speculative text may then differ where two tokens score nearly the same, which `foretoken verify` explains), "
-        "lean (as auto, without the transformers model), or one by name: lean-native, lean-graphs, lean-stock, or "
-        "generic (the transformers model).",
-    ),
-]
 Device = Annotated[str, typer.Option(metavar="NAME", help="cpu, cuda, another torch device, or auto.")]
 _DRAFTER = (
     "METHOD (ngram), METHOD:TREE (ngram:tree), either with :KEY=VALUE after it (hydra:model=DIR, "
@@ -137,9 +107,7 @@ Prompts = Annotated[
         'HumanEval, GSM8K, MBPP, chats or {"prompt": …}, or a text file.',
     ),
 ]
-NumPrompts = Annotated[int, typer.Option(min=1, help="Use N prompts: of each category in turn the next one.")]
 MaxTokens = Annotated[int, typer.Option(min=1, help="Output tokens a prompt.")]
-Temperatures = Annotated[list[float] | None, typer.Option(help="Temperature; may be repeated. Default: 0 and 0.8.")]
 Seed = Annotated[int, typer.Option(help="Seed of the first prompt; the i-th gets seed + i.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
 HeldOut = Annotated[str, typer.Option(help="Held-out text for the comparison: a bundled set's name, .jsonl or text.")]
@@ -237,9 +205,35 @@ class LoadOptions:
 
     dtype: Dtype = "auto"
     device: Device = "auto"
-    quantization: Quantized = None
-    kv_cache_dtype: KVCacheDtype = None
-    runner: RunnerName = "auto"
+    quantization: Annotated[
+        str | None,
+        typer.Option(
+            "--quantization",
+            "-q",
+            metavar="NAME",
+            help="Quantize the target's matrices at load: int8 (a scale a row) or int4 (a scale for 128 weights); "
+            "w8a8 and w4a8 also quantize their inputs to 8 bits; a8 quantizes only the inputs, of weights stored in "
+            "integers. CPUs alone. Texts are then those of the quantized model.",
+        ),
+    ] = None
+    kv_cache_dtype: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="int8 quantizes keys and values when they are written to the KV cache: about half the memory of "
+            "bfloat16, in about the same time. CPUs alone. Texts are then those of the quantized cache. Default: auto.",
+        ),
+    ] = None
+    runner: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME",
+            help="auto (exact where an exact runner fits the model), fastest (by measured cost, exact or not: plain "
+            "and speculative text may then differ where two tokens score nearly the same, which `foretoken verify` "
+            "explains), lean (as auto, without the transformers model), or one by name: lean-native, lean-graphs, "
+            "lean-stock, or generic (the transformers model).",
+        ),
+    ] = "auto"
     threads: Threads = None
 
     def load(
@@ -366,9 +360,11 @@ class PromptOptions:
     """The prompts of a measurement, and how they are continued."""
 
     prompts: Prompts = "heldout"
-    num_prompts: NumPrompts = 8
+    num_prompts: Annotated[int, typer.Option(min=1, help="Use N prompts: of each category in turn the next one.")] = 8
     max_tokens: MaxTokens = 128
-    temperature: Temperatures = None
+    temperature: Annotated[
+        list[float] | None, typer.Option(help="Temperature; may be repeated. Default: 0 and 0.8.")
+    ] = None
 
     def rows(self) -> list[PromptRow]:
         """Reads the prompts; raises what `read_prompts` raises."""
