@@ -63,9 +63,9 @@ def chat(
     loaded, tokenizer = loading.load(model, clock=clock)
     params = sampling.params(loaded, given, temperature=0.0, max_tokens=None)
     answers = _Answers(params, template, wished_colour(color=color, no_color=no_color))
-    answers.llm = loading.make_llm(loaded, tokenizer, setup, clock, max_num_seqs=1, on_step=answers.add_step)
-    if verbose:
-        options.note_start(clock, answers.llm)
+    answers.llm = loading.make_llm(
+        loaded, tokenizer, setup, clock, verbose=verbose, max_num_seqs=1, on_step=answers.add_step
+    )
     _talk(answers, [] if told is None else [{"role": "system", "content": told}])
 
 

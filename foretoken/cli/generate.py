@@ -97,10 +97,9 @@ def generate(
     if show:
         watch.shown = ShownTokens(wished_colour(color=color, no_color=no_color), raw=raw)
     llm = loading.make_llm(
-        loaded, tokenizer, setup, clock, max_num_seqs=1, on_step=watch.add_step, trace=trace is not None
-    )
-    if verbose:
-        options.note_start(clock, llm)
+        loaded, tokenizer, setup, clock, verbose=verbose, max_num_seqs=1, on_step=watch.add_step,
+        trace=trace is not None,
+    )  # fmt: skip
     header = options.run_header(loaded, runner=llm.target.name, setup=setup.name)
     names = ("max_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed")
     watch.conditions = {

@@ -258,13 +258,21 @@ class LoadOptions:
             )  # fmt: skip
 
     def make_llm(
-        self, loaded: LoadedModel, tokenizer: Any, setup: Setup, clock: terminal.StartClock | None = None, **more: Any
-    ) -> LLM:
-        """Makes the engine over a loaded target, in a stage of a start if there is a clock; `more` are as in `LLM`."""
+        self, loaded: LoadedModel, tokenizer: Any, setup: Setup, clock: terminal.StartClock | None = None, *,
+        verbose: bool = False, **more: Any,
+    ) -> LLM:  # fmt: skip
+        """Makes the engine over a loaded target, in a stage of a start if there is a clock; `more` are as in `LLM`.
+
+        `verbose` prints the seconds of each stage, and the choice of the runner.
+        """
         from foretoken.entrypoints.llm import LLM
 
         with nullcontext() if clock is None else clock.stage("runner and drafter", _reading(loaded)):
-            return LLM(loaded, speculative_config=setup.config, tokenizer=tokenizer, runner=self.runner, **more)
+            llm = LLM(loaded, speculative_config=setup.config, tokenizer=tokenizer, runner=self.runner, **more)
+        if clock is not None and verbose:
+            clock.print_table()
+            terminal.print_note(f"[{llm.target.choice}]")
+        return llm
 
 
 def use_threads(threads: int | None) -> None:
@@ -298,12 +306,6 @@ def _reading(loaded: LoadedModel) -> Callable[[], str]:
         return told if done < total else ""
 
     return rest
-
-
-def note_start(clock: terminal.StartClock, llm: LLM) -> None:
-    """Prints the seconds of each stage of a start, and the choice of the runner."""
-    clock.print_table()
-    terminal.print_note(f"[{llm.target.choice}]")
 
 
 @dataclass(frozen=True, kw_only=True)

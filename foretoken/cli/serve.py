@@ -199,11 +199,9 @@ def serve(
     with lock, _listen(host, port) as listening:  # before the slow loading of the model
         loaded, tokenizer = loading.load(model, clock=clock)
         llm = loading.make_llm(
-            loaded, tokenizer, setup, clock, seed=seed, generation_config=generation_config,
+            loaded, tokenizer, setup, clock, verbose=verbose, seed=seed, generation_config=generation_config,
             override_generation_config=override_generation_config, **vars(batches),
         )  # fmt: skip
-        if verbose:
-            options.note_start(clock, llm)
         options.note_sampling(llm.sampling_defaults)
         from foretoken.entrypoints.async_llm import AsyncLLM
         from foretoken.server.app import make_app

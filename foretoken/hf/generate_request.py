@@ -105,7 +105,7 @@ ARGUMENTS: Mapping[str, Meaning] = {
     **_idle("belongs to `custom_generate`", "trust_remote_code"),
     **_theirs("logits_processor", note="a list with anything in it"),
     **_theirs("assistant_model", note="assisted generation; `accelerate(model, drafter=assistant)` is the same idea"),
-    **_theirs("synced_gpus", neutral=(False,)),
+    **_theirs("synced_gpus"),
     **_theirs("prefix_allowed_tokens_fn", "negative_prompt_ids", "negative_prompt_attention_mask", "custom_generate"),
 }
 

@@ -68,12 +68,11 @@ class TreeLine(_Line):
     @model_validator(mode="after")
     def _is_a_tree(self) -> TreeLine:
         count = len(self.tokens)
-        for name in ("parents", "depths", "drafters", "scores", "draft_probs", "token_probs", "target_tokens"):
+        of_nodes = ("parents", "depths", "drafters", "scores", "draft_probs", "token_probs", "target_tokens")
+        for name in (*of_nodes, "target_probs"):
             values = getattr(self, name)
             if values is not None and len(values) != count:
                 raise ValueError(f"{name} has {len(values)} entries for {count} nodes")
-        if len(self.target_probs) != count:
-            raise ValueError(f"target_probs has {len(self.target_probs)} entries for {count} nodes")
         if self.parents[0] != -1 or any(not 0 <= parent < node for node, parent in enumerate(self.parents) if node):
             raise ValueError("parents are not those of a tree")
         if any(not 0 < node < count for node in self.path):
