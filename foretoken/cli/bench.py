@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from foretoken.cli import options, terminal
-from foretoken.cli.terminal import progress
+from foretoken.cli.terminal import ProgressBar
 from foretoken.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -116,7 +116,7 @@ def bench(
         [name for name, _, _ in columns], [widest for _, widest, _ in columns], title=twin or None,
         num_keys=2 + (len(batch_sizes) > 1),
     )  # fmt: skip
-    with progress("batches") as bar, table as add:
+    with ProgressBar("batches") as bar, table as add:
         for size in batch_sizes:
             for measured in compare_setups(
                 loaded, tokenizer, setups, workload, batch_size=size, repeats=repeats, runner=runner, on_progress=bar
@@ -376,7 +376,7 @@ def bench_serve(
         terminal.print_note(f"'{prompts}' has {len(cases)} prompts, which are repeated: a server may know them already")
     each: list[dict[str, Any]] = []
     for load in loads:
-        with progress("requests") as on_progress:
+        with ProgressBar("requests") as on_progress:
             each.append(load_results(load, asyncio.run(run_load(load, on_progress))))
     if any(results["acceptance"] == "synthetic" for results in each):
         terminal.print_note("the server's acceptance is synthetic: its texts are not the target's")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from foretoken.cli import options, terminal
-from foretoken.cli.terminal import progress
+from foretoken.cli.terminal import ProgressBar
 from foretoken.core.errors import ConfigError, ModelError, nearest_name_hint
 
 if TYPE_CHECKING:
@@ -297,7 +297,7 @@ def _losses(
     from foretoken.bench.compare import compare_setups
     from foretoken.bench.loss import split_loss
 
-    with progress("batches") as on_progress:
+    with ProgressBar("batches") as on_progress:
         [[plain, *measured]] = compare_setups(
             target, tokenizer, setups, workload, batch_size=batch_size, runner=runner, on_progress=on_progress
         )
@@ -366,7 +366,7 @@ def verify(
     names = [*(["transformers generate"] if transformers else []), *(setup.name for setup in setups)]
     widest = [max(names, key=len), "0.8", *["12345"] * 3, "1.00", *["12345"] * 3]
     checks: list[Comparison] = []
-    with progress("tokens") as bar, terminal.growing_table(_COMPARED, widest) as add:
+    with ProgressBar("tokens") as bar, terminal.growing_table(_COMPARED, widest) as add:
         for found in verify_setups(
             loaded, tokenizer, setups, workload, batch_sizes=batch_size or [1], with_transformers=transformers,
             runner=runner, on_progress=bar,

@@ -13,7 +13,7 @@ import typer
 
 from foretoken.cli import options, terminal
 from foretoken.cli.heads import checked_dtype
-from foretoken.cli.terminal import progress
+from foretoken.cli.terminal import ProgressBar
 from foretoken.core.errors import ConfigError, RequestError, nearest_name_hint
 
 if TYPE_CHECKING:
@@ -285,7 +285,7 @@ def quantize(
         from foretoken.models.making.calibration import Calibration
 
         quantized = Calibration(source, chosen, texts).quantized
-    with progress("files") as on_progress:
+    with ProgressBar("files") as on_progress:
         write_quantized(source, out, chosen, settings, quantized, on_progress)
     written = time.perf_counter()
     quality = _measured_quality(out, str(directory), text) if compare else None
@@ -335,7 +335,7 @@ def _measured_quality(quantized: Path, original: str, text: str) -> Quality | No
         return None
     texts = [list(tokenizer.encode(each, verbose=False)) for each in load_prompts(text, limit=_MOST_TEXTS)]
     made, exact = (load_model(each, dtype="bfloat16", device="cpu") for each in (quantized, original))
-    with progress("texts compared") as on_progress:
+    with ProgressBar("texts compared") as on_progress:
         return compare_weights(made, exact, texts, on_progress)
 
 
@@ -413,11 +413,11 @@ def twin(
         model=directory, out=out, num_layers=layers, hidden_size=hidden_size, heads=heads, seed=seed, **choices
     )
     begin = time.perf_counter()
-    with progress("tensors") as on_progress:
+    with ProgressBar("tensors") as on_progress:
         parts = make_twin(plan, on_progress)
     written = time.perf_counter()
     prompts = [list(tokenizer(text)["input_ids"])[:_PROMPT_LEN] for text in load_prompts(limit=_NUM_PROMPTS)]
-    with progress("comparisons") as on_progress:
+    with ProgressBar("comparisons") as on_progress:
         checks = check_twin(parts, prompts, on_progress=on_progress)
     seconds = {"writing": written - begin, "comparing": time.perf_counter() - written}
     _print_twin(parts, checks, seconds, as_json=as_json)

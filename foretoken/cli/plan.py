@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from foretoken.cli import options, terminal
-from foretoken.cli.terminal import progress
+from foretoken.cli.terminal import ProgressBar
 from foretoken.core.errors import ConfigError
 from foretoken.files.atomic_files import write_file
 
@@ -220,7 +220,7 @@ def _measured(
     (loaded, tokenizer), runner = loading.load(model), loading.runner
     workload = make_workload(loaded, tokenizer, runner=runner)
     context = _fitting(context, loaded.context_len, model)
-    with progress("prompts") as on_progress:
+    with ProgressBar("prompts") as on_progress:
         found = measuring.measure(
             loaded, tokenizer, {name: config for name, config in setups.items() if config is not None}, workload,
             batches=batches, has_acceptance=measure, runner=runner, on_progress=on_progress,

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from foretoken.cli import options, terminal
-from foretoken.cli.terminal import progress
+from foretoken.cli.terminal import ProgressBar
 from foretoken.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -167,7 +167,7 @@ def _measure(
         if already:
             terminal.print_note(f"{already} of {len(points)} points are measured; continuing")
         told = [False]
-        with progress("batches") as on_progress:
+        with ProgressBar("batches") as on_progress:
 
             def advance(done: int, total: int) -> None:
                 on_progress(done, total)

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from io import TextIOWrapper
 from types import MappingProxyType
-from typing import Any, TextIO
+from typing import Any, Self, TextIO
 
 from typing_extensions import override
 
@@ -36,7 +36,12 @@ def visible(text: str) -> str:
     """
     if text.isascii() and text.replace("\n", "").replace("\t", "").isprintable():
         return text
-    return "".join(_escape(char) if _is_hidden(char) else char for char in text)
+    return "".join(
+        char.encode("unicode_escape", "surrogatepass").decode("ascii")
+        if char not in _KEPT and unicodedata.category(char) in _HIDDEN
+        else char
+        for char in text
+    )
 
 
 def print_text(text: str, *, raw: bool = False) -> None:
@@ -239,14 +244,6 @@ def show_log() -> None:
     logger.setLevel(logging.INFO)
 
 
-def _is_hidden(char: str) -> bool:
-    return char not in _KEPT and unicodedata.category(char) in _HIDDEN
-
-
-def _escape(char: str) -> str:
-    return char.encode("unicode_escape", "surrogatepass").decode("ascii")
-
-
 def _discard(stream: TextIO) -> None:
     descriptor = os.open(os.devnull, os.O_WRONLY)
     os.dup2(descriptor, stream.fileno())
@@ -262,12 +259,18 @@ def _null(number: int) -> int:
 
 
 class ProgressBar:
-    """Shows the progress of long work on a terminal's standard error, from the first report on."""
+    """Shows the progress of long work on a terminal's standard error, from the first report to the end of a block."""
 
     def __init__(self, what: str) -> None:
-        """Prepares a bar; what: names the counted things."""
+        """Prepares a bar; `what` names the counted things."""
         self._what = what
         self._bar: Any = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.pause()
 
     def __call__(self, done: int, total: int) -> None:
         """Shows that `done` of `total` things are done."""
@@ -283,34 +286,17 @@ class ProgressBar:
             self._bar = None
 
     def _started(self) -> Any:
+        from rich import progress as rich
         from rich.console import Console
-        from rich.progress import (
-            BarColumn,
-            MofNCompleteColumn,
-            Progress,
-            TextColumn,
-            TimeElapsedColumn,
-            TimeRemainingColumn,
-        )
 
         columns = (
-            TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
-            TextColumn("left"), TimeRemainingColumn(),
+            rich.TextColumn("{task.description}"), rich.BarColumn(), rich.MofNCompleteColumn(),
+            rich.TimeElapsedColumn(), rich.TextColumn("left"), rich.TimeRemainingColumn(),
         )  # fmt: skip
-        bar = Progress(*columns, console=Console(stderr=True), transient=True)
+        bar = rich.Progress(*columns, console=Console(stderr=True), transient=True)
         bar.add_task(self._what)
         bar.start()
         return bar
-
-
-@contextmanager
-def progress(what: str) -> Iterator[ProgressBar]:
-    """Yields the bar of some work, which disappears at the end; what: names the counted things."""
-    bar = ProgressBar(what)
-    try:
-        yield bar
-    finally:
-        bar.pause()
 
 
 class StartClock:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from foretoken.cli import options, terminal
-from foretoken.cli.terminal import progress, step_progress
+from foretoken.cli.terminal import ProgressBar, step_progress
 from foretoken.core.errors import ConfigError
 from foretoken.files.processes import keep_freed_memory
 
@@ -162,7 +162,7 @@ def train(
 
     keep_freed_memory()
     options.use_threads(threads)
-    with step_progress(steps) as on_step, progress("held-out tokens") as on_held_out:
+    with step_progress(steps) as on_step, ProgressBar("held-out tokens") as on_held_out:
         try:
             result = trained(
                 **arguments, on_step=on_step, on_held_out=on_held_out, command=f"$ {options.command_line()}"
@@ -308,7 +308,7 @@ def acceptance(
     loaded, tokenizer = loading.load(model, unpacks=True)
     checkpoint.check_target(TargetFingerprint.of(loaded), what=head)
     stored = next(value.dtype for value in checkpoint.weights.values() if value.is_floating_point())
-    with progress("held-out tokens") as on_progress:
+    with ProgressBar("held-out tokens") as on_progress:
         facts = saved_head(
             replace(checkpoint, target=checkpoint.target or TargetFingerprint.of(loaded)), out, target=loaded,
             tokenizer=tokenizer, dtype=str(stored).removeprefix("torch."),
@@ -394,7 +394,7 @@ def _kept_rules(trained: Mapping[str, tuple[Any, Any, float]], path: Path) -> li
 def _counted_tokens(workload: Workload) -> Iterator[TokenProgress]:
     from foretoken.bench.workload import TokenProgress
 
-    with progress("tokens") as on_progress:
+    with ProgressBar("tokens") as on_progress:
         yield TokenProgress(workload, len(workload.temperatures), report=on_progress)
 
 

@@ -22,13 +22,13 @@ from hypothesis import strategies as st
 from pairwise import slow_products
 
 from foretoken.cli.terminal import (
+    ProgressBar,
     StartClock,
     fact,
     growing_table,
     percent_by_depth,
     print_note,
     print_table,
-    progress,
     step_progress,
     visible,
 )
@@ -142,10 +142,10 @@ def test_a_line_of_progress_fits_and_names_all_that_is_left(monkeypatch: pytest.
 def test_no_bar_before_there_is_something_to_show(monkeypatch: pytest.MonkeyPatch) -> None:
     told = Terminal()
     monkeypatch.setattr(sys, "stderr", told)
-    with progress("tokens"):
+    with ProgressBar("tokens"):
         pass
     assert told.getvalue() == ""
-    with progress("tokens") as show:
+    with ProgressBar("tokens") as show:
         show(3, 8)
     assert "3/8" in told.getvalue()
 
@@ -154,7 +154,7 @@ def test_results_are_printed_in_place_of_the_bar(monkeypatch: pytest.MonkeyPatch
     """After a pause the bar is gone, and it comes back with the next report."""
     told = Terminal()
     monkeypatch.setattr(sys, "stderr", told)
-    with progress("tokens") as bar:
+    with ProgressBar("tokens") as bar:
         bar(3, 8)
         bar.pause()
         before = told.getvalue()
