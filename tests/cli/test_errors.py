@@ -115,7 +115,7 @@ def test_corrupt_safetensors(tmp_path: Path) -> None:
     whole = weights.read_bytes()
     weights.unlink()
     weights.write_bytes(whole[: len(whole) // 2])
-    assert_refused(("-p", "x"), "model.safetensors is damaged"), "generate", str(copy)
+    assert_refused("model.safetensors is damaged", "generate", str(copy), "-p", "x")
 
 
 def test_pickle_is_refused_and_not_run(tmp_path: Path) -> None:

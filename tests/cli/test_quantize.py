@@ -13,8 +13,7 @@ from unittest import mock
 import pytest
 import torch
 from cli.test_killed_commands import contents, run_killed
-from command_line import MODEL, ROOT, output_of, report_of, run
-from command_line import refused as refused_command
+from command_line import MODEL, ROOT, output_of, refused, report_of, run
 from limits import full_disk
 from pairwise import slow_products
 from safetensors.torch import load_file, save_file
@@ -213,7 +212,7 @@ def test_a_full_disk_is_one_sentence_and_the_run_goes_on(tmp_path: Path) -> None
     with mock.patch.object(writing, "_SHARD_BYTES", 6000):
         for room in (64, 3600, 5000):
             with full_disk(room):
-                errors = refused(*arguments)
+                errors = refused("quantize", *arguments)
             assert errors.count("\n") == 1
             assert "cannot be written: " in errors
             assert "File too large" in errors
@@ -228,31 +227,27 @@ def test_a_full_disk_is_one_sentence_and_the_run_goes_on(tmp_path: Path) -> None
     assert load_model(out, dtype="float32", device="cpu").quantization == "compressed-tensors W8A16"
 
 
-def refused(*arguments: str) -> str:
-    return refused_command("quantize", *arguments)
-
-
 def test_refusals(small: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    assert "--scheme is 'W2A16'" in refused(str(small), str(out), "--scheme", "W2A16")
-    assert "Expected 32, 64 or 128, with W4A16" in refused(str(small), str(out), "--group-size", "48")
-    assert "Expected 32, 64 or 128, with W4A16" in refused(str(small), str(out), "--scheme", "W8A8", *SMALL)
-    assert "has 64 inputs. Expected a multiple of it. Pass --group-size 32" in refused(str(small), str(out))
+    assert "--scheme is 'W2A16'" in refused("quantize", str(small), str(out), "--scheme", "W2A16")
+    assert "Expected 32, 64 or 128, with W4A16" in refused("quantize", str(small), str(out), "--group-size", "48")
+    assert "Expected 32, 64 or 128, with W4A16" in refused("quantize", str(small), str(out), "--scheme", "W8A8", *SMALL)
+    assert "has 64 inputs. Expected a multiple of it. Pass --group-size 32" in refused("quantize", str(small), str(out))
     for option in ("--calibrate", "--text"):
-        assert "there is no prompt file" in refused(str(small), str(out), *SMALL, option, "nowhere.txt")
+        assert "there is no prompt file" in refused("quantize", str(small), str(out), *SMALL, option, "nowhere.txt")
     assert not out.exists()
     output_of("quantize", str(small), str(out), *SMALL, "--no-compare")
     before = contents(out)
     output_of("quantize", str(small), str(out), *SMALL, "--no-compare")  # nothing is left to do
     assert contents(out) == before
-    assert "with other settings" in refused(str(small), str(out), "--scheme", "W8A8")
-    assert "are quantized already" in refused(str(out), str(tmp_path / "twice"))
-    assert "holds other files" in refused(str(small), str(small), *SMALL)
+    assert "with other settings" in refused("quantize", str(small), str(out), "--scheme", "W8A8")
+    assert "are quantized already" in refused("quantize", str(out), str(tmp_path / "twice"))
+    assert "holds other files" in refused("quantize", str(small), str(small), *SMALL)
     assert contents(out) == before
     weights = load_file(small / "model.safetensors")
     weights["model.layers.1.mlp.up_proj.weight"][3, 5] = float("nan")
     save_file(weights, small / "model.safetensors", metadata={"format": "pt"})
-    assert "up_proj.weight holds NaN" in refused(str(small), str(tmp_path / "nan"), *SMALL)
+    assert "up_proj.weight holds NaN" in refused("quantize", str(small), str(tmp_path / "nan"), *SMALL)
     assert not (tmp_path / "nan" / "config.json").exists()
 
 
@@ -304,10 +299,10 @@ def test_calibrated_experts_change_outputs_less(tmp_path: Path) -> None:
 def test_models_whose_layers_are_not_found_are_refused(tmp_path: Path) -> None:
     tiny_model("gpt_oss").save_pretrained(tmp_path / "experts")
     assert "has experts of another layout in model.layers.0.mlp.experts" in refused(
-        str(tmp_path / "experts"), str(tmp_path / "out"), "--scheme", "W8A8"
+        "quantize", str(tmp_path / "experts"), str(tmp_path / "out"), "--scheme", "W8A8"
     )
     tiny_model("gpt2").save_pretrained(tmp_path / "gpt2")
-    assert "no linear layers" in refused(str(tmp_path / "gpt2"), str(tmp_path / "out"), "--scheme", "W8A8")
+    assert "no linear layers" in refused("quantize", str(tmp_path / "gpt2"), str(tmp_path / "out"), "--scheme", "W8A8")
 
 
 def test_a_source_that_changes_meanwhile_is_noticed(small: Path, tmp_path: Path) -> None:
@@ -317,7 +312,7 @@ def test_a_source_that_changes_meanwhile_is_noticed(small: Path, tmp_path: Path)
             return super().read(key)
 
     with mock.patch.object(writing, "Original", Changing):
-        assert "was changed meanwhile" in refused(str(small), str(tmp_path / "out"), *SMALL)
+        assert "was changed meanwhile" in refused("quantize", str(small), str(tmp_path / "out"), *SMALL)
     assert not (tmp_path / "out" / "config.json").exists()
 
 
@@ -335,4 +330,4 @@ def test_a_source_that_changes_is_noticed(small: Path, tmp_path: Path) -> None:
         (out / "config.json").unlink()
         shutil.copyfile(small / "model.safetensors", small / "other.safetensors")
         (small / "other.safetensors").replace(small / "model.safetensors")
-        assert "was begun from other files" in refused(str(small), str(out), *SMALL)
+        assert "was begun from other files" in refused("quantize", str(small), str(out), *SMALL)

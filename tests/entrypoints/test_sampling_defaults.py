@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cli.command_line import MODEL, run
+from cli.command_line import MODEL, done, run
 from server.live_server import TEMPLATE, LiveServer, live_server
 from transformers import AutoModelForCausalLM
 
@@ -175,8 +175,7 @@ def test_no_request_gets_more_tokens_than_the_model_says(server: LiveServer) -> 
 
 def generated(*arguments: str) -> tuple[str, str]:
     """What `foretoken generate` says of the text, and on standard error."""
-    finished = run("generate", *arguments, "-p", PROMPT, "--seed", "3", "--json")
-    assert finished.returncode == 0, finished.stderr
+    finished = done("generate", *arguments, "-p", PROMPT, "--seed", "3", "--json")
     return json.loads(finished.stdout)["text"], finished.stderr
 
 
