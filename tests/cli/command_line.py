@@ -84,28 +84,28 @@ def run(
     return Finished(code, out.getvalue(), err.getvalue())
 
 
-def done(*arguments: str, **options: Any) -> Finished:
-    """A call that must succeed."""
+def done(*arguments: str, code: int = 0, **options: Any) -> Finished:
+    """A call that must end with an exit code."""
     result = run(*arguments, **options)
-    assert result.returncode == 0, result.stdout + result.stderr
+    assert result.returncode == code, result.stdout + result.stderr
     return result
 
 
 def output_of(*arguments: str, **options: Any) -> str:
-    """Standard output of a call that must succeed."""
+    """Standard output of a call, see `done`."""
     return done(*arguments, **options).stdout
 
 
 def report_of(*arguments: str, **options: Any) -> dict[str, Any]:
-    """The JSON object of a call that must succeed."""
+    """The JSON object that a call prints, see `done`."""
     report: dict[str, Any] = json.loads(output_of(*arguments, "--json", **options))
     return report
 
 
-def refused(*arguments: str, code: int = 2, **options: Any) -> str:
-    """What a call says that must fail, on standard error alone and without a traceback."""
-    result = run(*arguments, **options)
-    assert (result.returncode, result.stdout) == (code, ""), result.stdout + result.stderr
+def refused(*arguments: str, **options: Any) -> str:
+    """What a call says that must be refused, on standard error alone and without a traceback."""
+    result = done(*arguments, code=2, **options)
+    assert result.stdout == ""
     assert "Traceback" not in result.stderr
     return result.stderr
 

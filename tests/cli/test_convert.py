@@ -11,7 +11,7 @@ from unittest import mock
 
 import pytest
 import torch
-from command_line import MODEL, ROOT, assert_refused, output_of, report_of, run
+from command_line import MODEL, ROOT, assert_refused, output_of, report_of
 from safetensors.torch import load_file, save_file
 from tiny_models import tiny_model
 
@@ -201,9 +201,8 @@ def test_inspect_verify(tmp_path: Path) -> None:
     assert "lm_head  [4, 13, 8]  float32" in text
     head.weights["weight"].zero_()
     native.write_checkpoint(head, tmp_path / "head")
-    result = run("inspect", str(tmp_path / "head"), "--verify", "--json")
-    assert result.returncode == 1
-    assert json.loads(result.stdout)["findings"] == ["weight is zero everywhere"]
+    facts = report_of("inspect", str(tmp_path / "head"), "--verify", code=1)
+    assert facts["findings"] == ["weight is zero everywhere"]
     head.weights["weight"][0] = float("nan")
     native.write_checkpoint(head, tmp_path / "head")
     assert_refused("not finite: weight", "inspect", str(tmp_path / "head"), "--verify")
@@ -215,10 +214,9 @@ def test_inspect_verify_of_a_target(tmp_path: Path) -> None:
     weights["model.norm.weight"][0] = float("nan")
     shutil.copytree(ROOT / MODEL, tmp_path / "model")
     save_file(weights, tmp_path / "model" / "model.safetensors", metadata={"format": "pt"})
-    result = run("inspect", str(tmp_path / "model"), "--verify", "--json")
-    assert result.returncode == 1
-    assert json.loads(result.stdout)["findings"] == ["model.norm.weight holds 1 numbers that are not finite"]
-    assert run("inspect", str(tmp_path / "model")).returncode == 0
+    facts = report_of("inspect", str(tmp_path / "model"), "--verify", code=1)
+    assert facts["findings"] == ["model.norm.weight holds 1 numbers that are not finite"]
+    output_of("inspect", str(tmp_path / "model"))
 
 
 def test_inspect_verify_reports_what_readers_warn_about(tmp_path: Path) -> None:
@@ -226,10 +224,9 @@ def test_inspect_verify_reports_what_readers_warn_about(tmp_path: Path) -> None:
     output_of("convert", str(tmp_path / "head"), str(tmp_path / "out"), "--to", "medusa")
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     (tmp_path / "out" / "config.json").write_text(json.dumps(config | {"medusa_num_heads": 2}))
-    result = run("inspect", str(tmp_path / "out"), "--verify")
-    assert result.returncode == 1
-    assert "medusa_num_heads 2, the tensors say 4" in result.stdout
-    assert run("inspect", str(tmp_path / "out")).returncode == 0
+    told = output_of("inspect", str(tmp_path / "out"), "--verify", code=1)
+    assert "medusa_num_heads 2, the tensors say 4" in told
+    output_of("inspect", str(tmp_path / "out"))
 
 
 def test_inspect_of_damaged_heads(tmp_path: Path) -> None:

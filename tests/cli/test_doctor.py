@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from command_line import assert_refused, run
+from command_line import assert_refused, output_of, report_of
 
 sys.path.append(str(Path(__file__).parents[1] / "training"))
 from trained_heads import MAX_TOKENS, PROMPTS, good, trained, write_target
@@ -34,17 +34,10 @@ def words(place: Path, *more: str) -> list[str]:
     return ["doctor", str(place / "target"), "--prompts", str(place / "prompts.jsonl"), *sizes, *more]
 
 
-def doctor(place: Path, *more: str, code: int = 0, is_terminal: bool = False) -> str:
-    """What it prints."""
-    result = run(*words(place, *more), is_terminal=is_terminal)
-    assert result.returncode == code, result.stdout + result.stderr
-    return result.stdout
-
-
 @pytest.mark.parametrize("more", [(), pytest.param(("--train-check",), marks=pytest.mark.slow)], ids=str)
 def test_a_good_head(place: Path, more: tuple[str, ...]) -> None:
     before = {path.name: path.read_bytes() for path in (place / "head").iterdir()}
-    facts = json.loads(doctor(place, str(place / "head"), *more, "--json"))
+    facts = report_of(*words(place, str(place / "head"), *more))
     assert facts["head"] == str(place / "head")
     assert {check["verdict"] for check in facts["checks"]} == {"ok"}
     names = [check["name"] for check in facts["checks"]]
@@ -55,14 +48,14 @@ def test_a_good_head(place: Path, more: tuple[str, ...]) -> None:
 
 
 def test_a_fault(place: Path) -> None:
-    told = " ".join(doctor(place, str(place / "late"), code=1).split())
+    told = " ".join(output_of(*words(place, str(place / "late")), code=1).split())
     assert all(part in told for part in ("labels", "fault", "head 0 looks like head 1"))
 
 
 @pytest.mark.parametrize("width", [80, pytest.param(120, marks=pytest.mark.slow)])
 def test_the_table_fits_a_terminal(place: Path, width: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", str(width))
-    shown = doctor(place, str(place / "late"), code=1, is_terminal=True)
+    shown = output_of(*words(place, str(place / "late")), code=1, is_terminal=True)
     _, table = re.sub(r"\x1b\[[\d;]*m", "", shown).split("\n", 1)
     assert max(map(len, table.splitlines())) <= width
     assert not set(table) & set("│┃┏├")
@@ -70,7 +63,7 @@ def test_the_table_fits_a_terminal(place: Path, width: int, monkeypatch: pytest.
 
 
 def test_before_there_is_a_head(place: Path) -> None:
-    told = doctor(place, "--method", "medusa")
+    told = output_of(*words(place, "--method", "medusa"))
     assert "fresh head" in told
     assert "drafting" not in told
 
@@ -91,7 +84,7 @@ def test_what_cannot_be_examined(place: Path, tmp_path: Path) -> None:
 
 def test_lost_speed(place: Path) -> None:
     setups = ("-s", "ngram:num_speculative_tokens=2", "-s", "oracle:num_speculative_tokens=2")
-    facts = json.loads(doctor(place, *setups, "--batch-size", "4", "--json"))
+    facts = report_of(*words(place, *setups, "--batch-size", "4"))
     assert facts["checks"] == []
     ngram, oracle = facts["losses"]
     assert (ngram["setup"], oracle["setup"]) == ("ngram num_speculative_tokens=2", "oracle num_speculative_tokens=2")
@@ -102,6 +95,6 @@ def test_lost_speed(place: Path) -> None:
     acceptance = [next(each for each in loss["causes"] if each["name"] == "acceptance") for loss in (ngram, oracle)]
     assert acceptance[0]["share"] > acceptance[1]["share"]
     assert "tokens a pass" in acceptance[0]["advice"]
-    shown = doctor(place, "-s", "ngram:num_speculative_tokens=2")
+    shown = output_of(*words(place, "-s", "ngram:num_speculative_tokens=2"))
     assert "wide passes" in shown
     assert "without a cause" in shown

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import struct
 from pathlib import Path
 
 import pytest
 import torch
-from command_line import output_of, refused, report_of, run
+from command_line import output_of, refused, report_of
 from gguf import GGMLQuantizationType as Type
 from models.gguf_files import TINYCODE, write
 from transformers import AutoModelForCausalLM
@@ -65,9 +64,7 @@ def test_numbers_that_are_not_finite_are_found(model: Path) -> None:
     scale = read_gguf(model).tensors["blk.3.ffn_up.weight"].start
     data[scale : scale + 2] = struct.pack("<e", float("nan"))
     model.write_bytes(data)
-    done = run("inspect", str(model), "--verify", "--json")
-    assert done.returncode == 1
-    (finding,) = json.loads(done.stdout)["findings"]
+    (finding,) = report_of("inspect", str(model), "--verify", code=1)["findings"]
     assert finding.startswith("blk.3.ffn_up.weight of ")
     assert "holds NaN or infinite values" in finding
 

@@ -8,7 +8,7 @@ from unittest import mock
 
 import pytest
 import torch
-from command_line import MODEL, ROOT, assert_refused, output_of, report_of, run
+from command_line import MODEL, ROOT, assert_refused, done, output_of, report_of
 from tiny_models import tiny_model
 
 from foretoken.bench.padding import Padding
@@ -61,10 +61,9 @@ def test_a_twin_is_made_compared_and_measured(small: Path) -> None:
 
 def test_a_twin_that_computes_something_else_is_told(small: Path) -> None:
     with mock.patch.object(Padding, "root", 1):  # norms are not scaled
-        done = run(*words(small))
-    assert done.returncode == 1
-    assert "NO" in done.stdout
-    assert done.stderr.splitlines()[-1] == (
+        result = done(*words(small), code=1)
+    assert "NO" in result.stdout
+    assert result.stderr.splitlines()[-1] == (
         f"error: '{small.with_name('twin')}' does not compute the function of '{small}': logits in float32 on "
         "lean-native differ. Expected the same. Measure nothing with it."
     )
