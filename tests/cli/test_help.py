@@ -173,6 +173,7 @@ def test_help_needs_no_torch() -> None:
 
 
 GIVEN: list[Any] = []
+FEW = options.PromptOptions(num_prompts=3)
 
 
 def command(
@@ -181,16 +182,20 @@ def command(
     loading: Annotated[options.LoadOptions, ("device", "dtype")],
     force: bool = False,
     drafter: options.DrafterChoice,
+    asked: Annotated[options.PromptOptions, ("num_prompts", "prompts")] = FEW,
 ) -> None:
-    GIVEN.append((model, loading, force, drafter))
+    GIVEN.append((model, loading, force, drafter, asked))
 
 
 def test_typer_reads_the_fields_in_order_and_the_command_gets_the_groups() -> None:
     flat = flattened(command)
     parameters = inspect.signature(flat).parameters
-    assert list(parameters) == ["model", "device", "dtype", "force", "speculative_config", "spec_type"]
-    assert [each.default for each in parameters.values()][1:] == ["auto", "auto", False, None, None]
+    names = ["model", "device", "dtype", "force", "speculative_config", "spec_type", "num_prompts", "prompts"]
+    assert list(parameters) == names
+    assert [each.default for each in parameters.values()][1:] == ["auto", "auto", False, None, None, 3, "heldout"]
     assert parameters["device"].annotation == options.Device
-    flat(model="m", device="cpu", dtype="float32", force=True, speculative_config=["ngram"], spec_type=None)
+    given = {"speculative_config": ["ngram"], "spec_type": None, "num_prompts": 2, "prompts": "edit"}
+    flat(model="m", device="cpu", dtype="float32", force=True, **given)
     loading = options.LoadOptions(device="cpu", dtype="float32")
-    assert GIVEN.pop() == ("m", loading, True, options.DrafterChoice(speculative_config=["ngram"]))
+    drafter = options.DrafterChoice(speculative_config=["ngram"])
+    assert GIVEN.pop() == ("m", loading, True, drafter, options.PromptOptions(num_prompts=2, prompts="edit"))
