@@ -133,20 +133,13 @@ def test_tables_that_are_none(table: object) -> None:
         parse(method="ngram", num_speculative_tokens_per_batch_size=table)
 
 
-def test_a_revision_is_for_methods_with_a_model() -> None:
-    """vLLM gives it to all methods, as None where it asks for nothing."""
-    assert parse(method="ngram", revision=None).options[0].method == "ngram"
+@pytest.mark.parametrize(("key", "value", "unset"), [("revision", "v1", None), ("quantization", "int8", "auto")])
+def test_keys_of_methods_with_weights(key: str, value: str, unset: str | None) -> None:
+    """vLLM gives them to all methods, as None where it asks for nothing."""
+    assert parse(method="ngram", **{key: None}).options[0].method == "ngram"
     for method in ("draft_model", "medusa", "hydra", "mlp_speculator"):
-        assert parse(method=method, model="/x", revision=None).options[0].revision is None
-        assert parse(method=method, model="/x", revision="v1").options[0].revision == "v1"
-
-
-def test_quantization_is_for_methods_with_weights() -> None:
-    """vLLM's key: None there asks for nothing, here for what is fastest."""
-    assert parse(method="ngram", quantization=None).options[0].method == "ngram"
-    for method in ("draft_model", "medusa", "hydra", "mlp_speculator"):
-        assert parse(method=method, model="/x", quantization=None).options[0].quantization == "auto"
-        assert parse(method=method, model="/x", quantization="int8").options[0].quantization == "int8"
+        for given, expected in ((None, unset), (value, value)):
+            assert getattr(parse(method=method, model="/x", **{key: given}).options[0], key) == expected
 
 
 def test_other_vocabularies_are_for_draft_models() -> None:
