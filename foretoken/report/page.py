@@ -57,6 +57,24 @@ BY_OUTCOME = {
 }
 
 
+def visible(text: str) -> str:
+    """Returns a text with escapes for characters that a browser would obey or hide."""
+    return "".join(
+        char.encode("unicode_escape", "surrogatepass").decode("ascii")
+        if char not in _KEPT and unicodedata.category(char) in _HIDDEN
+        else char
+        for char in text
+    )
+
+
+def label(text: str) -> str:
+    """Returns a token in one line, with symbols for white space."""
+    text = visible(text)
+    if not text:
+        return "(no text)"
+    return text.replace("\n", "↵").replace("\t", "⇥").replace(" ", "␣" if not text.strip(" ") else " ")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenView:
     """One output token, its text cut at newlines.
@@ -212,93 +230,6 @@ def _cell(value: Any, form: str) -> str:
     return "" if value is None else visible(str(value))
 
 
-_COMMON = "foretoken.report"  # the package with the common style
-
-
-def render_inlined(package: str, name: str, **values: Any) -> tuple[str, str]:
-    """Renders NAME.html, NAME.css and NAME.js of a package's templates; returns HTML and its security policy."""
-    environment = Environment(
-        loader=PackageLoader(package),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    script, style = _asset(package, f"{name}.js"), _asset(_COMMON, "common.css") + _asset(package, f"{name}.css")
-    policy = (
-        f"default-src 'none'; img-src data:; script-src '{_hash(script)}'; style-src '{_hash(style)}'; "
-        "base-uri 'none'; form-action 'none'"
-    )
-    page = environment.get_template(f"{name}.html").render(
-        script=Markup(script), style=Markup(style), policy=policy, **values
-    )
-    return page, policy
-
-
-def _asset(package: str, name: str) -> str:
-    return (resources.files(package) / "templates" / name).read_text(encoding="utf-8")
-
-
-def _hash(text: str) -> str:
-    return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"
-
-
-def render(run: RunView) -> str:
-    """Returns the page as HTML."""
-    page, _ = render_inlined("foretoken.report", "report", run=run, embedded=embedded)
-    return page
-
-
-def embedded(value: Any) -> Markup:
-    """Returns JSON for a script element: ASCII, without characters special to HTML."""
-    text = json.dumps(value, ensure_ascii=True, allow_nan=False, separators=(",", ":"))
-    for char in "<>&":
-        text = text.replace(char, f"\\u{ord(char):04x}")
-    return Markup(text)
-
-
-def visible(text: str) -> str:
-    """Returns a text with escapes for characters that a browser would obey or hide."""
-    return "".join(
-        char.encode("unicode_escape", "surrogatepass").decode("ascii")
-        if char not in _KEPT and unicodedata.category(char) in _HIDDEN
-        else char
-        for char in text
-    )
-
-
-def label(text: str) -> str:
-    """Returns a token in one line, with symbols for white space."""
-    text = visible(text)
-    if not text:
-        return "(no text)"
-    return text.replace("\n", "↵").replace("\t", "⇥").replace(" ", "␣" if not text.strip(" ") else " ")
-
-
-def reason(trace: TreeTrace, node: int, shown: Callable[[int], str]) -> str:
-    """Returns why a node with the outcome `REJECTED` was rejected; `shown` returns the text of a token id."""
-    parent = trace.parents[node]
-    written, target, prob = trace.written_after(parent), trace.target_tokens[parent], trace.target_probs[parent]
-    own = f"this node had {_probability(trace.token_probs[node])}"
-    if written is not None and written == trace.tokens[node]:
-        return "another node with the same token was accepted"
-    if trace.rule in {"greedy", "coupled"}:
-        if target < 0:
-            return "no token was possible here"
-        verb = "would write" if trace.rule == "greedy" else "drew"
-        return f"the target {verb} {shown(target)} ({_probability(prob)}); {own}"
-    drawn = None if trace.draft_probs is None else trace.draft_probs[node]
-    draft = "" if drawn is None else f", and {_probability(drawn)} in the draft"
-    instead = "" if written is None else f"; {shown(written)} was written instead"
-    return f"rejected by the {trace.rule} test: {own} in the target{draft}{instead}"
-
-
-def _probability(value: float | None) -> str:
-    if value is None:
-        return "no finite probability"
-    return f"p = {value:.2g}" if value < 0.1 else f"p = {value:.2f}"
-
-
 def view_of(name: str, trace: Trace) -> TraceView:
     """Returns the view of a trace; name: the name of its file."""
     origins: dict[tuple[str, ...], int] = {(): 0}
@@ -449,3 +380,72 @@ def _acceptance(metrics: Mapping[str, Any]) -> list[tuple[float, str]]:
 
 def _rounded(value: float | None) -> float | None:
     return None if value is None else float(f"{value:.3g}")
+
+
+def reason(trace: TreeTrace, node: int, shown: Callable[[int], str]) -> str:
+    """Returns why a node with the outcome `REJECTED` was rejected; `shown` returns the text of a token id."""
+    parent = trace.parents[node]
+    written, target, prob = trace.written_after(parent), trace.target_tokens[parent], trace.target_probs[parent]
+    own = f"this node had {_probability(trace.token_probs[node])}"
+    if written is not None and written == trace.tokens[node]:
+        return "another node with the same token was accepted"
+    if trace.rule in {"greedy", "coupled"}:
+        if target < 0:
+            return "no token was possible here"
+        verb = "would write" if trace.rule == "greedy" else "drew"
+        return f"the target {verb} {shown(target)} ({_probability(prob)}); {own}"
+    drawn = None if trace.draft_probs is None else trace.draft_probs[node]
+    draft = "" if drawn is None else f", and {_probability(drawn)} in the draft"
+    instead = "" if written is None else f"; {shown(written)} was written instead"
+    return f"rejected by the {trace.rule} test: {own} in the target{draft}{instead}"
+
+
+def _probability(value: float | None) -> str:
+    if value is None:
+        return "no finite probability"
+    return f"p = {value:.2g}" if value < 0.1 else f"p = {value:.2f}"
+
+
+_COMMON = "foretoken.report"  # the package with the common style
+
+
+def render_inlined(package: str, name: str, **values: Any) -> tuple[str, str]:
+    """Renders NAME.html, NAME.css and NAME.js of a package's templates; returns HTML and its security policy."""
+    environment = Environment(
+        loader=PackageLoader(package),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    script, style = _asset(package, f"{name}.js"), _asset(_COMMON, "common.css") + _asset(package, f"{name}.css")
+    policy = (
+        f"default-src 'none'; img-src data:; script-src '{_hash(script)}'; style-src '{_hash(style)}'; "
+        "base-uri 'none'; form-action 'none'"
+    )
+    page = environment.get_template(f"{name}.html").render(
+        script=Markup(script), style=Markup(style), policy=policy, **values
+    )
+    return page, policy
+
+
+def _asset(package: str, name: str) -> str:
+    return (resources.files(package) / "templates" / name).read_text(encoding="utf-8")
+
+
+def _hash(text: str) -> str:
+    return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"
+
+
+def render(run: RunView) -> str:
+    """Returns the page as HTML."""
+    page, _ = render_inlined("foretoken.report", "report", run=run, embedded=embedded)
+    return page
+
+
+def embedded(value: Any) -> Markup:
+    """Returns JSON for a script element: ASCII, without characters special to HTML."""
+    text = json.dumps(value, ensure_ascii=True, allow_nan=False, separators=(",", ":"))
+    for char in "<>&":
+        text = text.replace(char, f"\\u{ord(char):04x}")
+    return Markup(text)
