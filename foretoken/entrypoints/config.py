@@ -29,7 +29,7 @@ from foretoken.entrypoints.drafter_files import (
     what_lies_at,
 )
 from foretoken.entrypoints.model_arguments import checked_path
-from foretoken.entrypoints.vllm_arguments import is_one_of
+from foretoken.entrypoints.vllm_arguments import OTHER_KEYS, is_one_of
 from foretoken.files.bounded_reads import MIB, read_named
 from foretoken.formats.registry import holds_head, method_of
 from foretoken.models.names import TAG, is_gguf, local_model
@@ -230,16 +230,6 @@ def _read(text: str, reads_files: bool) -> str:
 
 _REJECTION_METHODS = {"standard": "sequential", "block": "block", "synthetic": "synthetic"}  # vLLM's names
 _POLICY_KEYS = tuple(each.name for each in fields(AcceptancePolicy) if each.name != "rule")
-# Keys of vLLM that have no effect here; other values than these are refused.
-_NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "draft_tensor_parallel_size": (None, 1),
-    "max_model_len": (None,),
-    "code_revision": (None,),
-    "parallel_drafting": (None, False),
-    "enable_adaptive_verification": (None, False, True),
-    "enforce_eager": (None, False, True),
-    "disable_padded_drafter_batch": (None, False, True),
-}
 # Keys that only some methods have. vLLM passes them to every method; these values mean "not set".
 _UNSET: dict[str, tuple[Any, ...]] = {
     "revision": (None,), "quantization": (None,), "use_heterogeneous_vocab": (None, False),
@@ -259,7 +249,7 @@ ENGINE_KEYS = frozenset(
         "rejection_sample_method",
         _BATCH_TABLE,
         *_POLICY_KEYS,
-        *_NEUTRAL,
+        *OTHER_KEYS,
     }
 )
 
@@ -323,9 +313,9 @@ def parse_speculative_config(
     if given is None:
         return SpeculativeConfig(options=[], policy=AcceptancePolicy())
     config = _current(_mapping(given))
-    for key, values in _NEUTRAL.items():
-        if key in config and not is_one_of(config[key], values):
-            raise ConfigError(f"'{key}' = {shown(config[key])} is not supported. Leave it out.")
+    for key, other in OTHER_KEYS.items():
+        if key in config:
+            other.check(f"'{key}' = {shown(config[key])}", config[key])
     each = [config] if config.get("drafters") is None else [_current(one) for one in _drafters(config)]
     control = _control(config)
     threshold = check_threshold(config.get(THRESHOLD), control)

@@ -1,4 +1,7 @@
-"""Arguments of vLLM's `LLM` and `vllm serve` that do not exist here: ignored at neutral values, else refused."""
+"""Names of vLLM that do not exist here: ignored at neutral values, else refused.
+
+They are arguments of `LLM`, options of `vllm serve`, and keys of `speculative_config`.
+"""
 
 from __future__ import annotations
 
@@ -200,6 +203,11 @@ _OTHER_OPTIONS = OTHER_ARGUMENTS | {
     ),
     **_group("Answers come from the assistant. Leave it out.", response_role=_one_of("assistant")),
 }  # fmt: skip
+OTHER_KEYS = _group(  # of `speculative_config`
+    "Leave it out.",
+    draft_tensor_parallel_size=_ONE, max_model_len=_NOTHING, code_revision=_NOTHING, parallel_drafting=_OFF,
+    enable_adaptive_verification=_EITHER, enforce_eager=_EITHER, disable_padded_drafter_batch=_EITHER,
+)  # fmt: skip
 _SHORT = {
     "-tp": "--tensor-parallel-size", "-pp": "--pipeline-parallel-size", "-dp": "--data-parallel-size",
     "-q": "--quantization",
