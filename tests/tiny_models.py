@@ -108,7 +108,101 @@ _CONFIGS: dict[str, tuple[type, dict[str, Any]]] = {
     ),
 }
 
+_LINEAR = {
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,  # two for each key head
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 16,
+}
+_EXPERTS = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 24,
+}
+_MAMBA2 = {
+    "mamba_n_heads": 8,
+    "mamba_d_head": 8,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 8,
+    "mamba_chunk_size": 8,
+    "mamba_expand": 2,
+}
+_MIXERS_ONLY = {"state_size": 8, "expand": 2, "use_bias": True}
+
+_RECURRENT: dict[str, tuple[type, dict[str, Any]]] = {
+    "qwen3_next": (hf.Qwen3NextConfig, {**_LINEAR, **_EXPERTS, "head_dim": 8}),
+    "qwen3_5": (hf.Qwen3_5TextConfig, {**_LINEAR, "head_dim": 8}),
+    "qwen3_5_moe": (hf.Qwen3_5MoeTextConfig, {**_LINEAR, **_EXPERTS, "head_dim": 8}),
+    "olmo_hybrid": (hf.OlmoHybridConfig, {**_LINEAR, "linear_num_key_heads": 4, "linear_num_value_heads": 4}),
+    "lfm2": (hf.Lfm2Config, {"layer_types": ["conv", "full_attention", "conv"], "block_multiple_of": 16}),
+    "lfm2_moe": (
+        hf.Lfm2MoeConfig,
+        {
+            "layer_types": ["conv", "full_attention", "conv"],
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 24,
+            "num_dense_layers": 1,
+        },
+    ),
+    "granitemoehybrid": (
+        hf.GraniteMoeHybridConfig,
+        {**_MAMBA2, **_MOE, "layer_types": ["mamba", "attention", "mamba"], "shared_intermediate_size": 24},
+    ),
+    "bamba": (
+        hf.BambaConfig,
+        {
+            **_MAMBA2,
+            "attn_layer_indices": [1],
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+        },
+    ),
+    "falcon_h1": (hf.FalconH1Config, {**_MAMBA2, "mamba_d_ssm": 64, "mamba_rms_norm": True}),
+    "nemotron_h": (
+        hf.NemotronHConfig,
+        {
+            "layers_block_type": ["mamba", "attention", "mlp", "mamba"],
+            "num_hidden_layers": 4,
+            "head_dim": 8,
+            "mamba_num_heads": 8,
+            "mamba_head_dim": 8,
+            "n_groups": 2,
+            "ssm_state_size": 8,
+            "chunk_size": 8,
+        },
+    ),
+    "zamba2": (
+        hf.Zamba2Config,
+        {
+            "layers_block_type": ["mamba", "hybrid", "mamba"],
+            "num_key_value_heads": 4,
+            "n_mamba_heads": 8,
+            "mamba_ngroups": 2,
+            "mamba_d_state": 8,
+            "chunk_size": 8,
+            "num_mem_blocks": 1,
+            "adapter_rank": 4,
+        },
+    ),
+    "mamba2": (hf.Mamba2Config, {**_MIXERS_ONLY, "num_heads": 8, "head_dim": 8, "n_groups": 2, "chunk_size": 8}),
+    "jamba": (
+        hf.JambaConfig,
+        {
+            "attn_layer_period": 3,
+            "attn_layer_offset": 1,
+            "num_experts": 2,
+            "mamba_d_state": 8,
+            "mamba_dt_rank": 4,
+        },
+    ),
+    "mamba": (hf.MambaConfig, _MIXERS_ONLY),
+    "falcon_mamba": (hf.FalconMambaConfig, _MIXERS_ONLY),
+}
+
 ARCHITECTURES: tuple[str, ...] = tuple(_CONFIGS)
+RECURRENT_ARCHITECTURES: tuple[str, ...] = tuple(_RECURRENT)
 LEAN_ARCHITECTURES = (
     "llama",
     "llama_tied",
@@ -130,10 +224,10 @@ def tiny_config(architecture: str, **changes: Any) -> Any:
     """The configuration of a tiny model.
 
     Args:
-        architecture: One of `ARCHITECTURES`.
+        architecture: One of `ARCHITECTURES` or `RECURRENT_ARCHITECTURES`.
         changes: Values that override it.
     """
-    kind, special = _CONFIGS[architecture]
+    kind, special = (_CONFIGS | _RECURRENT)[architecture]
     return kind(**{**_SIZES, **_IDS, **special, **changes})
 
 

@@ -25,6 +25,7 @@ from foretoken.core.backend import has_cuda_runtime, has_triton_kernels, integer
 from foretoken.core.checks import require
 from foretoken.decoder.library import kernel_threads, library_or_none
 from foretoken.decoder.memory import untouched_zeros
+from foretoken.decoder.recurrent_states import LayerState, RecurrentStates
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -137,11 +138,15 @@ _PORTION = 64 * GRANULE  # rows moved at once, with a copy if they overlap; a ch
 
 
 class LayerShape(NamedTuple):
-    """Sizes of one layer's keys and values; K and V may differ in width (multi-head latent attention)."""
+    """Sizes of one layer's keys and values; K and V may differ in width (multi-head latent attention).
+
+    `state` is the state of a recurrent layer before the first token. A layer without attention has no heads.
+    """
 
     num_heads: int
     key_width: int
     value_width: int
+    state: LayerState | None = None
 
 
 _SCALE = 4  # bytes behind a quantized row
@@ -161,6 +166,7 @@ class SlotCache:
         keys: Of each layer, (places, heads, capacity, width); 4 bytes wider if quantized. `places` gives the place of a
             slot.
         values: As `keys`.
+        states: Of recurrent layers; None if the model has none.
     """
 
     def __init__(
@@ -186,15 +192,19 @@ class SlotCache:
         if num_rows and num_rows < num_slots * capacity:
             self._pool = RowPool(num_slots, num_rows, granule=GRANULE, most=capacity)
         self.is_shared = self._pool is not None
+        empty = {layer: shape.state for layer, shape in enumerate(shapes) if shape.state is not None}
+        self.states = RecurrentStates(empty, num_slots=num_slots) if empty else None
         more, stored = (_SCALE, torch.int8) if is_rounded else (0, dtype)
         sizes = [(s.num_heads, width + more) for s in shapes for width in (s.key_width, s.value_width)]
+        counts = Counter(size for size in sizes if size[0])
         self._stores = {
-            size: self._allocated(count, *size, dtype=stored, device=device) for size, count in Counter(sizes).items()
+            size: self._allocated(count, *size, dtype=stored, device=device) for size, count in counts.items()
         }
         taken: Counter[tuple[int, int]] = Counter()
+        nothing = torch.empty((num_slots, 0, capacity, 0), dtype=stored, device=device)  # of layers without attention
         views = []
         for size in sizes:
-            views.append(self._stores[size][taken[size]])
+            views.append(self._stores[size][taken[size]] if size[0] else nothing)
             taken[size] += 1
         self.keys, self.values = views[0::2], views[1::2]
 
@@ -287,6 +297,8 @@ class SlotCache:
             prefix: The row of each root.
             paths: Accepted nodes of each in order. Those of a chain are in place already, and cost nothing.
         """
+        if self.states is not None:
+            self.states.commit(slots, prefix, paths)
         moved: list[tuple[int, int, Sequence[int]]] = []
         for slot, root, path in zip(slots, prefix, paths, strict=True):
             if path and list(path) != list(range(1, len(path) + 1)):
@@ -323,9 +335,15 @@ class SlotCache:
     def copy_rows(self, source: int, slot: int, count: int) -> None:
         """Copies the first `count` rows of a slot to another slot, in every layer; both must have as many."""
         require(count <= min(self.rows(source), self.rows(slot)), "rows are copied that a slot does not have")
+        if self.states is not None:
+            self.states.copy(source, slot, count)
         known, place = self.places([source, slot])
         for store in self._stores.values():
             store[:, place, :, :count] = store[:, known, :, :count]
+
+    def reusable(self, slot: int, length: int) -> int:
+        """Returns how many of the first `length` positions of a slot another text can begin with."""
+        return length if self.states is None else self.states.reusable(slot, length)
 
     def copy_from(self, source: SlotCache, places: tuple[int, int], rows: range, start: int) -> None:
         """Copies consecutive rows of another cache of the same model, in every layer, to rows from `start` on.
@@ -394,7 +412,7 @@ def affordable_rows(
     """Returns the number of cache rows of all slots that fit into `memory_bytes`; None for half of the free memory."""
     widths = [(s.num_heads, width) for s in shapes for width in (s.key_width, s.value_width)]
     row_bytes = sum(heads * (width + _SCALE if is_rounded else width * dtype.itemsize) for heads, width in widths)
-    return (share_of_free(device) if memory_bytes is None else memory_bytes) // row_bytes
+    return (share_of_free(device) if memory_bytes is None else memory_bytes) // max(row_bytes, 1)  # 0 without attention
 
 
 def share_of_free(device: torch.device, most: float = 1.0) -> int:

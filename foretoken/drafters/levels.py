@@ -447,8 +447,9 @@ def draft_runner(
         drafted: The tokens that it drafts; None for all.
 
     Raises:
-        ConfigError: For a part of a text if the model slides windows over it: decoders take row i of a window for
-            position i; if there is no memory for these rows; or if required tokens cannot be drafted alone.
+        ConfigError: For a model with recurrent layers; for a part of a text if the model slides windows over it:
+            decoders take row i of a window for position i; if there is no memory for these rows; or if required tokens
+            cannot be drafted alone.
     """
     if partial_rows is not None and _has_windows(model.config.get_text_config()):
         raise ConfigError(
@@ -459,7 +460,11 @@ def draft_runner(
         model, num_slots=target.num_slots, context_len=partial_rows or target.context_len, max_nodes=num_fed + 1,
         runner=target.runner, has_partial_texts=partial_rows is not None,
     )  # fmt: skip
-
+    if runner.cache.states is not None:
+        raise ConfigError(
+            f"'{model.name}' has recurrent layers. Expected a draft model with attention in every layer: the states of "
+            "its drafts cannot be kept yet."
+        )
     if partial_rows is not None and runner.context_len < min(partial_rows, model.context_len):
         raise ConfigError(
             f"slots of {partial_rows} KV rows for drafts with '{model.name}' do not fit into half of the free memory, "

@@ -46,9 +46,14 @@ class SelfOptions(DrafterOptions):
 
 
 def runner_of(target: TargetHandle) -> Runner:
-    """Returns the target's runner; raises `ConfigError` for drafters that do not get it."""
+    """Returns the target's runner; raises `ConfigError` for drafters that do not get it, and for recurrent targets."""
     if target.target_runner is None:
         raise ConfigError("the drafter runs the target itself, and it is not trusted. Set trust_drafter.")
+    if target.target_runner.cache.states is not None:
+        raise ConfigError(
+            f"'{target.name}' has recurrent layers, whose states a part of the model or of its KV rows does not give. "
+            "Expected attention in every layer. Use a lookup, a draft model or a head."
+        )
     return target.target_runner
 
 

@@ -380,9 +380,16 @@ class Scheduler:
             return False
         there = [held for held in self._held() if held.slot not in shared]
         prefix, _ = self._slots.longest_prefix(
-            sequence.tokens, most=most, salt=salt, running=there, reusable=self._drafting.reusable
+            sequence.tokens, most=most, salt=salt, running=there, reusable=self._reusable
         )
         return coming - (0 if prefix is None else prefix.length) >= LEAST_PREFIX
+
+    def _reusable(self, slot: int, length: int) -> int:
+        """Returns how many of the first `length` positions of a slot neither target nor drafters need to read again."""
+        cache, drafting = self._target.cache, self._drafting
+        while (least := min(cache.reusable(slot, length), drafting.reusable(slot, length))) < length:
+            length = least  # all must accept the shorter prefix
+        return length
 
     def _join(self, sequence: Sequence) -> None:
         is_first = not sequence.has_begun
@@ -401,7 +408,7 @@ class Scheduler:
         else:
             most, salt = self._most_reused(sequence), sequence.cache_salt
             slot, prefix = self._slots.take(
-                sequence.tokens, most=most, salt=salt, running=self._held(), reusable=self._drafting.reusable
+                sequence.tokens, most=most, salt=salt, running=self._held(), reusable=self._reusable
             )
             if is_first:
                 sequence.metrics.num_prefix_queries = sequence.num_prompt

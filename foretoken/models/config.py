@@ -31,6 +31,13 @@ SIZES = (
 )
 LARGEST_SIZE = 1 << 28  # a choice: the largest published sizes are vocabularies and contexts of some ten millions
 ATTENTION_LAYERS = frozenset({"full_attention", "sliding_attention"})
+# Model types with recurrent layers whose trees were compared with transformers, see tests/models/test_recurrent.py.
+RECURRENT_MODELS = frozenset(
+    {
+        "bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "jamba", "lfm2", "lfm2_moe", "mamba", "mamba2",
+        "nemotron_h", "olmo_hybrid", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next", "zamba2",
+    }
+)  # fmt: skip
 TWIN_KEY = "cost_twin"
 _SETTINGS = {"quantize_config.json": "gptq", "quant_config.json": "awq"}  # files of AutoGPTQ and AutoAWQ
 _SETTINGS_NAMES = {"w_bit": "bits", "q_group_size": "group_size"}  # AutoAWQ's names in its own file
@@ -218,16 +225,16 @@ def read_headers(directory: Path) -> dict[str, TensorHeader]:
 
 
 def check_architecture(config: Any, name: str, *, is_stateful: bool = False) -> None:
-    """Raises `ModelError` for encoder-decoders, recurrent state and other layers that cannot be rolled back."""
+    """Raises `ModelError` for encoder-decoders, and for recurrent layers other than those of `RECURRENT_MODELS`."""
     if getattr(config, "is_encoder_decoder", False):
         raise ModelError(f"'{name}' is an encoder-decoder model. Expected a decoder-only causal LM.")
     text = config.get_text_config()
     foreign = sorted(set(getattr(text, "layer_types", None) or ()) - ATTENTION_LAYERS)
-    if is_stateful or foreign:
-        kinds = f"layers of kind {', '.join(foreign)}" if foreign else "recurrent state"
+    if (is_stateful or foreign) and text.model_type not in RECURRENT_MODELS:
+        kinds = f"layers of kind {', '.join(foreign)}" if foreign else "recurrent layers"
         raise ModelError(
-            f"'{name}' ({type(text).__name__}) has {kinds}, which cannot be rolled back to the accepted tokens after a "
-            "rejected draft. Expected full or sliding-window attention in every layer."
+            f"'{name}' ({type(text).__name__}) has {kinds}, whose state foretoken cannot keep for each node of a token "
+            f"tree. Expected attention in every layer, or one of {', '.join(sorted(RECURRENT_MODELS))}."
         )
     check_sizes(text, name)
 

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from foretoken.attention.layout import AttentionLayout
+    from foretoken.decoder.recurrent_states import PassStates
 
 ATTENTION_NAME = "foretoken_tree"
 
@@ -26,12 +27,14 @@ class ForwardPass:
         num_layers: Number of blocks after which the pass ends; None for all.
         features: Filled by taps during the pass: tap name to (1, M, D).
         windows: Filled by attention during the pass: layer index to sliding window.
+        states: Of recurrent layers; None if the model has none, or runs by itself.
     """
 
     layout: AttentionLayout | None
     num_layers: int | None = None
     features: dict[int | str, Tensor] = field(default_factory=dict)
     windows: dict[int, int | None] = field(default_factory=dict)
+    states: PassStates | None = None
 
 
 _current: ContextVar[ForwardPass | None] = ContextVar("foretoken_forward_pass", default=None)

@@ -191,7 +191,9 @@ class GenericDecoder:
         from foretoken.models.plugin import as_transformers_cache  # imports transformers' models
 
         self._model, self._cache, self._taps = model, as_transformers_cache(cache), tuple(taps)
-        self._takes_rows = "logits_to_keep" in signature(model.module.forward).parameters
+        self._states, takes = cache.states, signature(model.module.forward).parameters
+        self._takes_rows = "logits_to_keep" in takes
+        self._cache_name = "cache_params" if "cache_params" in takes else "past_key_values"  # Mamba names it so
         self._weights, self._device = plain_tensors(model.module), cache.keys[0].device
         if taps:
             place_taps(model.module, model.num_layers, taps)
@@ -203,12 +205,13 @@ class GenericDecoder:
         arguments: dict[str, Any] = {
             "input_ids": work.tokens.unsqueeze(0),
             "position_ids": work.token_positions.unsqueeze(0),
-            "past_key_values": self._cache,
+            self._cache_name: self._cache,
             "use_cache": True,
         }
         logits, rows = None, work.logit_rows
         layout = AttentionLayout(work)
-        begun = ForwardPass(layout=layout, num_layers=work.num_layers)
+        states = None if self._states is None else self._states.begin(work)
+        begun = ForwardPass(layout=layout, num_layers=work.num_layers, states=states)
         with torch.inference_mode(), running(begun) as forward_pass:
             if work.num_layers is not None:
                 logits = self._early_logits(arguments, work.num_layers, rows)
@@ -219,6 +222,8 @@ class GenericDecoder:
             else:
                 logits = self._model.module(**arguments).logits[0]
                 logits = logits if work.has_all_logits else logits[rows]
+        if self._states is not None and states is not None:
+            self._states.finish(work, states)
         features = None
         if self._taps and work.num_layers is None:
             features = torch.stack([forward_pass.features[tap][0] for tap in self._taps], dim=1)

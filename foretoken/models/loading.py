@@ -306,7 +306,9 @@ def _ready(module: Any, name: str) -> LoadedModel:
 
 def _plug_in(module: Any, name: str) -> None:
     from foretoken.models.plugin import adapt_attention  # imports transformers' models
+    from foretoken.models.recurrent import adapt_recurrent_layers
 
+    adapt_recurrent_layers(module)
     if adapt_attention(module):
         module.config._attn_implementation = "eager"
         return

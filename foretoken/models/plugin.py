@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 from transformers import AttentionInterface
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import Cache, CacheLayerMixin, DummyLayer, LinearAttentionCacheLayerMixin
 
 from foretoken.attention.layout import tree_attention
 from foretoken.core.errors import ModelError
@@ -60,9 +60,45 @@ class SlotCacheLayer(CacheLayerMixin):
         return self._store.capacity
 
 
+class RecurrentCacheLayer(LinearAttentionCacheLayerMixin):
+    """Says that a layer has a state; `foretoken.models.recurrent` hands the states to the layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.has_previous_state = {0: True}
+
+    def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
+        """Does nothing."""
+
+    def update_conv_state(self, conv_states: Tensor, state_idx: int = 0) -> Tensor:
+        """Raises: the recurrent layers of our passes have caches of their own."""
+        raise NotImplementedError
+
+    def update_recurrent_state(self, recurrent_states: Tensor, state_idx: int = 0) -> Tensor:
+        """Raises, as `update_conv_state`."""
+        raise NotImplementedError
+
+
+class HybridCacheLayer(SlotCacheLayer, RecurrentCacheLayer):
+    """A layer with attention beside a recurrent mixer."""
+
+    def __init__(self, store: SlotCache, layer: int) -> None:
+        RecurrentCacheLayer.__init__(self)
+        SlotCacheLayer.__init__(self, store, layer)
+
+    lazy_initialization = SlotCacheLayer.lazy_initialization
+
+
 def as_transformers_cache(store: SlotCache) -> Cache:
     """Returns the cache for `model(past_key_values=...)`."""
-    return Cache(layers=[SlotCacheLayer(store, layer) for layer in range(len(store.keys))])
+    recurrent = () if store.states is None else store.states.layers
+    layers: list[Any] = []
+    for layer, keys in enumerate(store.keys):
+        if keys.shape[1] == 0:  # no heads, thus no attention
+            layers.append(RecurrentCacheLayer() if layer in recurrent else DummyLayer())
+        else:
+            layers.append((HybridCacheLayer if layer in recurrent else SlotCacheLayer)(store, layer))
+    return Cache(layers=layers)
 
 
 def _attention(

@@ -340,11 +340,14 @@ class _Passes:
 
     def _verify(self, tree: TokenTree) -> None:
         slots, prefix_lens = range(tree.batch_size), [self._prefix] * tree.batch_size
+        if self._cache.states is not None:
+            self._cache.states.assume(self._prefix)
         self._run(Pass.of_tree(tree, slots=slots, prefix_lens=prefix_lens, last_position=self._last_position))
 
     def _run(self, work: Pass) -> None:
-        self._decoder.run(work)
-        self._cache.values[-1][0, 0, 0, 0].item()  # waits for an accelerator
+        output = self._decoder.run(work)
+        if output.logits is not None:
+            output.logits[0, 0].item()  # waits for an accelerator
 
 
 def _key(model: LoadedModel, decoder: str) -> str:

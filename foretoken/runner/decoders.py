@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from foretoken.core.backend import has_cuda_graphs, has_cuda_runtime
 from foretoken.core.errors import ModelError
@@ -58,28 +58,33 @@ def layer_shapes(model: LoadedModel) -> list[LayerShape]:
     return [LayerShape(spec.num_kv_heads, spec.head_dim, spec.head_dim) for spec in specs]
 
 
-def probe_layer_shapes(model: nn.Module) -> list[LayerShape]:
-    """Returns the sizes of each layer's keys and values, from the cache of an ordinary forward.
+def probe_layer_shapes(model: Any) -> list[LayerShape]:
+    """Returns the sizes of each layer's keys, values and states, from the cache of an ordinary forward.
 
-    Raises `ModelError` if the model cannot run, or a layer keeps anything but keys and values.
+    Raises `ModelError` if the model cannot run, or a layer keeps anything else.
     """
+    from foretoken.models.recurrent import state_of  # imports transformers' models
+
     with refusing(type(model).__name__, "cannot run two tokens", "Check its config.json."):
         output = run_plain(model, torch.zeros(1, 2, dtype=torch.int64), use_cache=True)
-    layers = getattr(getattr(output, "past_key_values", None), "layers", None)
+    layers = getattr(getattr(output, "past_key_values", getattr(output, "cache_params", None)), "layers", None)
     if not layers:
         raise ModelError(
             f"{type(model).__name__} keeps no keys and values between passes, or keeps them in a way of its own. "
             "Expected a causal LM with a KV cache. It cannot be used as a target."
         )
-    shapes = []
+    shapes, kinds = [], dict(enumerate(getattr(model.config.get_text_config(), "layer_types", None) or ()))
     for index, layer in enumerate(layers):
-        key, value = getattr(layer, "keys", None), getattr(layer, "values", None)
-        if not isinstance(key, Tensor) or not isinstance(value, Tensor):
+        key, value, state = getattr(layer, "keys", None), getattr(layer, "values", None), state_of(layer)
+        num_heads, widths = 0, (0, 0)
+        if isinstance(key, Tensor) and isinstance(value, Tensor):
+            num_heads, widths = key.shape[1], (key.shape[3], value.shape[3])
+        elif state is None and kinds.get(index) not in {"mlp", "moe"}:
             raise ModelError(
-                f"layer {index} of {type(model).__name__} keeps {type(layer).__name__} instead of keys and values, "
-                "which cannot be rolled back after a rejected draft. Use a model with attention in every layer."
+                f"layer {index} of {type(model).__name__} keeps {type(layer).__name__}, neither keys and values nor a "
+                "recurrent state. Rejected drafts cannot be undone there. Use another model."
             )
-        shapes.append(LayerShape(key.shape[1], key.shape[3], value.shape[3]))
+        shapes.append(LayerShape(num_heads, *widths, state))
     return shapes
 
 

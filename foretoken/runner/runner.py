@@ -337,7 +337,8 @@ class Runner:
         }  # fmt: skip
         rows = affordable_rows(shapes, memory_bytes=memory_bytes, **kinds)
         wanted = min(context_len or model.context_len, model.context_len)
-        shares_rows = shares_rows and rows < num_slots * (wanted + self.max_nodes)
+        has_states = any(shape.state is not None for shape in shapes)  # they are kept by slot, not by place
+        shares_rows = shares_rows and rows < num_slots * (wanted + self.max_nodes) and not has_states
         longest = rows // GRANULE * GRANULE if shares_rows else rows // num_slots
         self.context_len = min(wanted, longest - self.max_nodes)
         if self.context_len < min(wanted, NUM_ROWS):

@@ -1,0 +1,100 @@
+"""Runs the recurrent layers of transformers models over token trees, one level of the tree at a time.
+
+Transformers' mixers (Gated DeltaNet, Mamba, Mamba2, short convolutions) read a batch of texts, one token each, from the
+states in a cache. All nodes of a level are such a batch: each begins with its parent's state. So the model's own code
+computes every token, and a tree costs as many calls of a mixer as it is deep. Prompts are read token by token too:
+Mamba's mixers begin again from zero when several tokens follow a state.
+
+Forwards over several tokens clamp the time steps of Mamba2, single tokens do not. The clamp is taken away: a text must
+not depend on how many tokens a pass has.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from transformers.cache_utils import LinearAttentionCacheLayerMixin
+
+from foretoken.decoder.recurrent_states import LayerState
+from foretoken.models.forward_pass import current_pass
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+def adapt_recurrent_layers(model: nn.Module) -> bool:
+    """Replaces `forward` of the recurrent mixers of a model in place; returns whether there is any.
+
+    Outside our passes they compute as before.
+    """
+    mixers: list[Any] = [module for module in model.modules() if _is_mixer(module)]
+    for mixer in mixers:
+        mixer.forward = partial(_forward, mixer, mixer.forward)
+        if hasattr(mixer, "time_step_limit"):
+            mixer.time_step_limit = (0.0, float("inf"))
+    return bool(mixers)
+
+
+def _is_mixer(module: nn.Module) -> bool:
+    has_window = any(isinstance(child, nn.Conv1d) for child in module.children())
+    return has_window and isinstance(getattr(module, "layer_idx", None), int)
+
+
+def state_of(layer: Any) -> LayerState | None:
+    """Returns zeros like the state in a layer of transformers' cache, without its batch; None for attention layers."""
+    if not isinstance(layer, LinearAttentionCacheLayerMixin):
+        return None
+    window, recurrent = layer.conv_states[0], layer.recurrent_states[0]
+    assert window is not None, "the cache comes from a forward"
+    return LayerState(torch.zeros_like(window[0]), None if recurrent is None else torch.zeros_like(recurrent[0]))
+
+
+def _forward(mixer: Any, own: Callable[..., Tensor], hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """Computes (1, M, D) of a pass of ours level by level; other calls as the mixer itself."""
+    forward_pass = current_pass()
+    if forward_pass is None or forward_pass.states is None:
+        return own(hidden_states, *args, **kwargs)
+    name = "past_key_values" if "past_key_values" in kwargs else "cache_params"
+    kwargs = {key: value for key, value in kwargs.items() if key not in {name, "attention_mask"}}
+    states, layer = forward_pass.states, mixer.layer_idx
+    outputs = torch.empty_like(hidden_states[0])
+    state = states.before(layer)
+    kept = states.kept.setdefault(layer, {})
+    for number, level in enumerate(states.levels):
+        tokens = _OneToken(state.take(level.parents))
+        out = own(hidden_states[0, level.tokens].unsqueeze(1), **{name: tokens}, **kwargs)
+        outputs[level.tokens] = out[:, 0]
+        state = tokens.state
+        if level.is_kept:
+            kept[number] = state
+    return outputs.unsqueeze(0)
+
+
+class _OneToken:
+    """The cache that a mixer sees: the state of each text, which the mixer replaces or changes in place."""
+
+    def __init__(self, state: LayerState) -> None:
+        self._window, self._recurrent = state
+
+    @property
+    def state(self) -> LayerState:
+        return LayerState(self._window, self._recurrent)
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor:  # noqa: ARG002
+        return self._window
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:  # noqa: ARG002
+        return self._recurrent
+
+    def update_recurrent_state(self, recurrent_states: Tensor, layer_idx: int, **kwargs: Any) -> Tensor:  # noqa: ARG002
+        self._recurrent = recurrent_states
+        return recurrent_states
+
+    def is_recording_past(self, layer_idx: int) -> bool:  # noqa: ARG002
+        return False
+
+    def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:  # noqa: ARG002
+        return True

@@ -1,0 +1,256 @@
+"""Recurrent layers over token trees: every architecture against ordinary forwards, and what a slot keeps."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from plain_model import PlainModel, relative_error
+from tiny_models import RECURRENT_ARCHITECTURES, tiny_model
+from tree_decoding import SLOTS, Round, by_path, decode, prefill, prompts, random_tokens, tiny_runner
+
+from foretoken import LLM
+from foretoken.core.errors import ConfigError, ModelError, PassError
+from foretoken.core.passes import Pass
+from foretoken.core.token_tree import TokenTree, TreeRow
+from foretoken.decoder.recurrent_states import LayerState, PassStates
+
+# Relative error of logits, as `FLOAT32_TOLERANCE`; the chunked form of an ordinary forward adds in another order.
+# At most 1e-5 is measured; the mutants below give 1e-2 and more.
+TOLERANCE = 5e-5
+
+
+class TokenByToken(PlainModel):
+    """The transformers model with its own cache, one token at a time: it clamps no time steps of Mamba2."""
+
+    def _run(self, tokens: Any, **options: Any) -> Any:
+        name = "cache_params" if "Mamba2For" in type(self.module).__name__ else "past_key_values"
+        cache, logits = None, []
+        with torch.inference_mode():
+            for token in tokens:
+                out = self.module(torch.tensor([[token]]), use_cache=True, **({} if cache is None else {name: cache}))
+                cache = getattr(out, name)
+                logits.append(out.logits)
+        out.logits = torch.cat(logits, dim=1)
+        return out
+
+
+def reference(architecture: str) -> PlainModel:
+    module = tiny_model(architecture)
+    if architecture not in {"nemotron_h", "zamba2"}:
+        return PlainModel(module)
+    for mixer in module.modules():
+        if hasattr(mixer, "time_step_limit"):
+            mixer.time_step_limit = (0.0, float("inf"))  # that of the first token, which has no state before it
+    return TokenByToken(module)
+
+
+def error(rounds: list[Round], plain: PlainModel) -> float:
+    return max(
+        relative_error(each.logits(row), by_path(plain, each, row)) for each in rounds for row in range(len(SLOTS))
+    )
+
+
+@pytest.mark.parametrize("architecture", RECURRENT_ARCHITECTURES)
+def test_trees_equal_forwards_of_their_paths(architecture: str) -> None:
+    """Three prompts in chunks, random trees, and random paths of them committed, in one batch."""
+    runner = tiny_runner(architecture, prefill_chunk=5)
+    assert runner.name == "generic"
+    assert error(decode(runner, rounds=4), reference(architecture)) < TOLERANCE
+
+
+@pytest.mark.parametrize("architecture", ["qwen3_5", "lfm2", "bamba", "jamba"])
+@pytest.mark.parametrize("length", [1, 2, 3, 4, 8, 65])
+def test_prompts_of_any_length(architecture: str, length: int) -> None:
+    """Shorter than the window of the convolution, as long, longer, and past the states that a pass keeps."""
+    runner, prompt = tiny_runner(architecture), random_tokens(random.Random(length), length)
+    prefill(runner, 0, prompt)
+    tree = TokenTree.from_rows([TreeRow([5, 6, 7], [-1, 0, 0])])
+    logits = runner.verify([0], [length], tree).logits
+    for path in ([0, 1], [0, 2]):
+        theirs = reference(architecture)([*prompt, *(int(tree.tokens[0, node]) for node in path)])[-2:]
+        assert relative_error(logits[path], theirs) < TOLERANCE
+
+
+@pytest.mark.parametrize("architecture", ["qwen3_5", "lfm2", "falcon_h1"])
+def test_a_committed_state_is_that_of_the_text(architecture: str) -> None:
+    """After each commit, of none, some or all nodes, the state is that of a fresh slot that read the text."""
+    runner = tiny_runner(architecture)
+
+    def compare(slot: int, tokens: list[int]) -> None:
+        fresh = tiny_runner(architecture)
+        for start, token in enumerate(tokens):
+            fresh.prefill(0, [token], start)
+        ours, theirs = (each.cache.states._at(at, len(tokens)).states for each, at in ((runner, slot), (fresh, 0)))
+        for layer, state in theirs.items():
+            for own, other in zip(ours[layer], state, strict=True):
+                assert (own is None) == (other is None)
+                assert own is None or torch.allclose(own, other, rtol=1e-4, atol=1e-5)
+
+    decode(runner, rounds=3, after_commit=compare)
+
+
+def test_a_failed_or_repeated_pass_changes_nothing() -> None:
+    runner = tiny_runner("qwen3_5")
+    prompt = prompts()[1]
+    prefill(runner, 0, prompt)
+    tree = TokenTree.from_rows([TreeRow([5, 6, 7, 8], [-1, 0, 0, 2])])
+    first = runner.verify([0], [len(prompt)], tree).logits
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("lost")
+
+    handle = runner.model.module.lm_head.register_forward_hook(fail)
+    with pytest.raises(RuntimeError, match="lost"):
+        runner.verify([0], [len(prompt)], tree)
+    handle.remove()
+    for _ in range(2):
+        assert torch.equal(runner.verify([0], [len(prompt)], tree).logits, first)
+
+
+def test_a_reused_slot_and_a_copied_prefix() -> None:
+    """A slot begins anew; completions begin before a prompt's last token; other prefixes are not known."""
+    runner, rng = tiny_runner("qwen3_5"), random.Random(5)
+    prompt = random_tokens(rng, 20)
+    prefill(runner, 0, prompt, chunk=9)
+    states = runner.cache.states
+    assert states is not None
+    assert [runner.cache.reusable(0, length) for length in (20, 19, 18, 17, 12)] == [20, 19, 18, 17, 0]
+    tree = TokenTree.from_rows([TreeRow([5, 6, 7], [-1, 0, 1])])
+    whole = runner.verify([0], [20], tree).logits
+    runner.commit([0], [20], [[1]])
+    assert [runner.cache.reusable(0, length) for length in (30, 22, 21, 19, 18)] == [22, 22, 19, 19, 0]
+    runner.copy_prefix(0, 1, 19)
+    runner.prefill(1, prompt[19:], 19)
+    assert torch.allclose(runner.verify([1], [20], tree).logits, whole, rtol=1e-4, atol=1e-4)
+    with pytest.raises(PassError, match=r"slot 0 has no recurrent state behind 7 tokens"):
+        runner.copy_prefix(0, 1, 7)
+    prefill(runner, 0, prompt[:8])  # another text in the slot
+    assert runner.cache.reusable(0, 22) == 8
+    again = runner.verify([0], [8], tree).logits
+    prefill(runner, 3, prompt[:8])
+    assert torch.allclose(runner.verify([3], [8], tree).logits, again, rtol=1e-4, atol=1e-4)
+
+
+def test_commits_of_no_pass_are_refused() -> None:
+    runner = tiny_runner("lfm2")
+    prefill(runner, 0, [1, 2, 3])
+    runner.verify([0], [3], TokenTree.from_rows([TreeRow([5, 6], [-1, 0])]))
+    with pytest.raises(PassError, match=r"slot 0 has no nodes behind 4 tokens"):
+        runner.commit([0], [4], [[]])
+    runner.commit([0], [3], [[1]])
+    with pytest.raises(PassError, match=r"slot 0 has no nodes behind 3 tokens"):
+        runner.commit([0], [3], [[1]])
+
+
+def _sibling(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = PassStates.of
+
+    def wrong(work: Pass, starts: Any) -> PassStates:
+        made = own(work, starts)
+        levels = [
+            level._replace(parents=level.parents.roll(1) if at else level.parents)
+            for at, level in enumerate(made.levels)
+        ]
+        return PassStates(made.starts, levels, made.place)
+
+    monkeypatch.setattr(PassStates, "of", staticmethod(wrong))
+
+
+def _one_step_too_far(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = PassStates.after
+
+    def wrong(states: PassStates, node: int) -> dict[int, LayerState]:
+        level, row = states.place[node]
+        below = states.levels[level + 1].parents.tolist() if level + 1 < len(states.levels) else []
+        return own(states, states.place.index((level + 1, below.index(row))) if row in below else node)
+
+    monkeypatch.setattr(PassStates, "after", wrong)
+
+
+def _stale_window(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = PassStates.after
+
+    def wrong(states: PassStates, node: int) -> dict[int, LayerState]:
+        row = 0  # the window before the pass, of the first sequence
+        return {
+            layer: each._replace(window=states.starts[row][layer].window) for layer, each in own(states, node).items()
+        }
+
+    monkeypatch.setattr(PassStates, "after", wrong)
+
+
+def _stale_recurrence(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = PassStates.after
+
+    def wrong(states: PassStates, node: int) -> dict[int, LayerState]:
+        return {
+            layer: each._replace(recurrent=states.starts[0][layer].recurrent)
+            for layer, each in own(states, node).items()
+        }
+
+    monkeypatch.setattr(PassStates, "after", wrong)
+
+
+MUTANTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
+    "a sibling's state": _sibling,
+    "a commit one step too far": _one_step_too_far,
+    "a stale window": _stale_window,
+    "a stale recurrent state": _stale_recurrence,
+}
+
+
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_mutants_are_caught(mutant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    runner, plain = tiny_runner("qwen3_5"), reference("qwen3_5")
+    MUTANTS[mutant](monkeypatch)
+    assert error(decode(runner, rounds=4), plain) > 1e-3
+
+
+def test_the_self_test_catches_a_siblings_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    _sibling(monkeypatch)
+    with pytest.raises(ModelError, match="gives wrong logits for a token tree"):
+        tiny_runner("lfm2")
+
+
+def test_a_pass_leaves_committed_states_alone() -> None:
+    runner, prompt = tiny_runner("bamba"), prompts()[1]
+    for slot in SLOTS:
+        prefill(runner, slot, prompt)
+    tree = TokenTree.from_rows([TreeRow([5, 6, 7], [-1, 0, 0])] * len(SLOTS))
+    lengths = [len(prompt)] * len(SLOTS)
+    runner.verify(SLOTS, lengths, tree)
+    states = runner.cache.states
+    assert states is not None
+    before = states._committed[SLOTS[0]].states
+    copies = {layer: [None if part is None else part.clone() for part in state] for layer, state in before.items()}
+    runner.verify(SLOTS, lengths, tree)
+    assert states._committed[SLOTS[0]].states is before or states._committed[SLOTS[0]].states == before
+    for layer, state in before.items():
+        for part, copied in zip(state, copies[layer], strict=True):
+            assert part is None or torch.equal(part, copied)
+
+
+def test_a_part_of_the_model_is_refused() -> None:
+    runner = tiny_runner("lfm2")
+    prefill(runner, 0, [1, 2, 3])
+    work = runner.verification([0], [3], TokenTree.from_rows([TreeRow([5, 6], [-1, 0])]))
+    with pytest.raises(PassError, match="run whole trees through all blocks"):
+        runner.run(replace(work, num_layers=1))
+
+
+@pytest.mark.parametrize("method", ["early_exit", "sparse_kv"])
+def test_drafts_of_the_target_itself_are_refused(method: str) -> None:
+    with pytest.raises(ConfigError, match=r"has recurrent layers, whose states a part of the model"):
+        LLM(tiny_model("lfm2"), speculative_config={"method": method})
+
+
+def test_recurrent_draft_models_are_refused(tmp_path: Path) -> None:
+    tiny_model("lfm2").save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=r"has recurrent layers. Expected a draft model with attention"):
+        LLM(tiny_model("llama"), speculative_config={"method": "draft_model", "model": str(tmp_path)})
