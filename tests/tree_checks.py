@@ -27,6 +27,25 @@ def check_tree(tree: TokenTree) -> None:
         _check_distributions(tree, tree.distributions)
 
 
+def assert_same_tree(ours: TokenTree, theirs: TokenTree, tolerance: float) -> None:
+    """Checks ours, and that both are the same; scores and stated distributions up to rounding."""
+    check_tree(ours)
+    for name in ("tokens", "parents", "depths", "num_nodes"):
+        assert torch.equal(getattr(ours, name), getattr(theirs, name)), name
+    assert ours.host_facts == theirs.host_facts
+    torch.testing.assert_close(ours.scores, theirs.scores, rtol=tolerance, atol=tolerance)
+    assert (ours.distributions is None) == (theirs.distributions is None)
+    if ours.distributions is None or theirs.distributions is None:
+        return
+    assert torch.equal(ours.distributions.kinds, theirs.distributions.kinds)
+    assert torch.equal(ours.distributions.row_of, theirs.distributions.row_of)
+    assert ours.distributions.max_siblings == theirs.distributions.max_siblings
+    for row, nodes in enumerate(ours.distributions.row_of):
+        stated = nodes[nodes >= 0]
+        mine, other = ours.distributions.rows[row, stated], theirs.distributions.rows[row, stated]
+        torch.testing.assert_close(mine, other, rtol=tolerance, atol=tolerance / 100)
+
+
 def _check_distributions(tree: TokenTree, drafts: DraftDistributions) -> None:
     if drafts.kinds.shape != tree.tokens.shape or drafts.row_of.shape != tree.tokens.shape:
         shapes = {"kinds": tuple(drafts.kinds.shape), "row_of": tuple(drafts.row_of.shape)}

@@ -34,7 +34,7 @@ def index(
     come from the target's tokenizer. Drafts never change the text. Drafting maps the files into memory: do not change
     them meanwhile.
     """
-    from foretoken.drafters.datastore import DATASTORE, SORTED_DEPTH, write_datastore
+    from foretoken.drafters.rest import DATASTORE, SORTED_DEPTH, write_datastore
     from foretoken.training.data.packed import PackedTokens
 
     DATASTORE.check(out, force=force)

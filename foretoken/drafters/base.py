@@ -47,7 +47,7 @@ class TargetReads:
         is_last_enough: Whether `commit` is only needed before a proposal. Iterations without a later draft are then
             left out, and their features are not read.
         attention_tokens: Last tokens of a prompt whose attention weights are needed, see `Committed.attention`; 0 for
-            no weights at all.
+            no weights.
         attention_every: Verifications from one with weights of its first and last nodes to the next; 0 for none.
     """
 
@@ -102,9 +102,8 @@ class TargetHandle:
 class Prefix(NamedTuple):
     """First positions of a text that are already in the target's KV cache, from another text.
 
-    Both texts have the same tokens at these positions and at the next one.
-
-    `slot`: slot of the other text, which is running or finished; may be the slot of this text.
+    Both texts have the same tokens at these positions and at the next one. The other text, in `slot`, is running or
+    finished; it may be in the slot of this text.
     """
 
     slot: int
@@ -220,10 +219,9 @@ class Drafter(Protocol):
     """Proposes a tree of candidate continuations for each sequence. A drafter affects speed, never the output.
 
     A drafter must not change the target's weights or the engine's code. A trusted drafter (`DrafterOptions.is_trusted`,
-    `trust_drafter` of `LLM`) is responsible for its draft distributions and for the `HostFacts` of its trees.
-
-    The three attributes are read when the drafter is made. `nodes_by_depth` of a trusted drafter is read again after
-    `attach`, which may make it smaller.
+    `trust_drafter` of `LLM`) is responsible for its draft distributions and for the `HostFacts` of its trees. The three
+    attributes are read when the drafter is made; `nodes_by_depth` of a trusted drafter again after `attach`, which may
+    make it smaller.
     """
 
     @property
@@ -236,10 +234,7 @@ class Drafter(Protocol):
 
     @property
     def nodes_by_depth(self) -> Sequence[int]:
-        """Most nodes, root included, of drafts at most 0, 1, 2, … deep; the cache has room for the last entry.
-
-        `range(1, 6)` for chains of four tokens, `(1, 3, 7)` for binary trees.
-        """
+        """Most nodes, root included, of drafts at most 0, 1, 2, … deep; the cache has room for the last entry."""
 
     def attach(self, target: TargetHandle) -> None:
         """Prepares for a target, once: loads weights, allocates state; raises `ForetokenError` if it does not fit."""
@@ -262,19 +257,14 @@ class PrefixKeeper(Protocol):
     """Optional interface of a trusted drafter that can reuse a cached prefix.
 
     A prefix that the target does not read again is not committed to the drafter. `begin` names the prefix, and the
-    drafter continues from its own state of that slot; the slot's sequence may be finished. Other drafters get the
-    prefix as a part of the prompt without features; for drafters that read features the whole prompt is read again.
+    drafter continues from its own state of that slot. Other drafters get the prefix as a part of the prompt without
+    features; for drafters that read features the whole prompt is read again.
     """
 
     def reusable(self, slot: int, length: int) -> int:
-        """Returns how many first positions of a slot a new sequence with the same first tokens can reuse.
+        """Returns how many first positions of a slot a new sequence with the same first tokens can reuse, 0 … `length`.
 
-        Args:
-            length: Positions with the same tokens; the token after them is the same too.
-
-        Returns:
-            0 … `length`. With several drafters a smaller number may be asked next; `begin` names a number that all
-            accept.
+        With several drafters a smaller number may be asked next; `begin` names a number that all accept.
         """
 
 
@@ -283,15 +273,11 @@ class Lookup(Protocol):
     """Optional interface of a trusted drafter that continues drafts of other drafters by chains of its own."""
 
     def continue_from(self, slot: int, tokens: Sequence[int], path: Sequence[int], depth: int) -> Sequence[int]:
-        """Returns the tokens that probably follow a drafted path. Does not change later proposals.
+        """Returns at most `depth` tokens that probably follow a drafted path. Does not change later proposals.
 
         Args:
             tokens: All committed tokens of the sequence, as in `DraftContext`. Must not be changed.
             path: Drafted tokens after these, at least one.
-            depth: Most tokens to return, at least 1.
-
-        Returns:
-            At most `depth` tokens; empty without a match.
         """
 
 
@@ -340,8 +326,6 @@ _TREE_TOP_K = 10  # EAGLE's
 class DrafterOptions(BaseModel):
     """Keys of `speculative_config` that every method takes; a method's own options derive from this class.
 
-    Values must have exactly the declared types: neither true nor "3" nor 3.0 is a number of tokens.
-
     Attributes:
         method: Name of the method.
         model: Directory or hub id of the drafter's weights, for methods with weights.
@@ -354,10 +338,8 @@ class DrafterOptions(BaseModel):
         tree_top_k: For dynamic trees: candidates of each node, and nodes expanded per level. EAGLE's `top_k`, SGLang's
             `eagle_topk`. None for 10, or fewer if the engine chooses how much is drafted and wide passes cost much.
         pruning: Thresholds of improbable nodes, which are removed before the target sees them: "token_probability",
-            "path_probability", "entropy_weighted", see `foretoken.trees.merge`. For methods with drafts that have
-            probabilities.
-        stop: Decides after which tokens a draft ends. Made from "control" of `speculative_config`, for methods that
-            draft by probabilities of their own; None for full depth.
+            "path_probability", "entropy_weighted", see `foretoken.trees.merge`.
+        stop: Decides after which tokens a draft ends. Made from "control" of `speculative_config`; None for full depth.
     """
 
     model_config = ConfigDict(
@@ -366,6 +348,7 @@ class DrafterOptions(BaseModel):
     is_trusted: ClassVar[bool] = False  # whether it gets the engine's own values and is believed, see `LLM`
     can_adapt_depth: ClassVar[bool] = True  # whether drafts of any depth up to the greatest make sense
     has_dynamic_trees: ClassVar[bool] = False  # whether it drafts level by level, by probabilities of its own
+    has_static_trees: ClassVar[bool] = True  # whether `tree` may be a shape or its name
     prunable_by: ClassVar[frozenset[str]] = frozenset()  # keys of `pruning`: all for methods with draft distributions
     reads_predictions: ClassVar[bool] = False  # whether it drafts from `DraftRequest.prediction` alone
     can_prune_tree: ClassVar[bool] = False  # whether chains and "tree" are drafted at once, at one cost for any part
@@ -408,11 +391,16 @@ class DrafterOptions(BaseModel):
         return pruning
 
     @model_validator(mode="after")
-    def _dynamic(self) -> Self:
+    def _has_such_trees(self) -> Self:
         if self.tree == "dynamic" and not self.has_dynamic_trees:
             raise ConfigError(
                 f"method '{self.method}' has no dynamic trees. Expected a method that drafts level by level by "
                 'probabilities of its own, or another tree, as "chain".'
+            )
+        if self.tree not in _OWN_TREES and not self.has_static_trees:
+            raise ConfigError(
+                f"method '{self.method}' has no static trees, and 'tree' is {shown(self.tree)}. Expected 'tree' to be "
+                '"chain" or "tree".'
             )
         if self.tree != "dynamic" and self.tree_top_k is not None:
             raise ConfigError(
@@ -482,6 +470,23 @@ class DrafterOptions(BaseModel):
         if self.tree == "tree":
             return branching() if self.num_speculative_tokens is None else branching().truncated(self.chain_len)
         return TreeShape.from_choices(PUBLISHED[self.tree]) if isinstance(self.tree, str) else self.tree
+
+
+class LookupOptions(DrafterOptions):
+    """Options of the package's drafters without weights, whose drafts take the same time at any size."""
+
+    is_trusted: ClassVar[bool] = True
+    can_prune_tree: ClassVar[bool] = True
+
+    @property
+    def nodes_by_depth(self) -> Sequence[int]:
+        """See `Drafter`: of chains, and of trees with all nodes at any depth."""
+        return range(1, self.chain_len + 2) if self.tree == "chain" else (1, *[self.max_nodes] * self.chain_len)
+
+
+def by_depth(shape: AnyShape) -> list[AnyShape]:
+    """Returns a shape cut off at depth 0, 1, 2, …; the last one is the whole shape."""
+    return [shape.truncated(depth) for depth in range(shape.depth + 1)]
 
 
 def _affordable_top_k(costs: CostCurve) -> int:

@@ -9,16 +9,16 @@ children without replacement as Sequoia does (2402.12374). Coupled requests draf
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar, Self
+from typing import TYPE_CHECKING, Self
 
 import torch
 from pydantic import model_validator
 
 from foretoken.core.errors import ConfigError
 from foretoken.core.token_tree import TokenTree
-from foretoken.drafters.base import TargetReads
-from foretoken.drafters.draft_tokens import VocabularyOptions
-from foretoken.drafters.levels import DraftLevels, KeptDraws, QuantizationOption, SampleMethod, draft_runner
+from foretoken.drafters.base import TargetReads, by_depth
+from foretoken.drafters.levels import DraftLevels, KeptDraws
+from foretoken.drafters.partial_reads import PartialRows, WeightOptions, draft_runner
 from foretoken.drafters.text_draft import TextDraftDrafter
 from foretoken.drafters.vocabularies import (
     DraftModelFiles,
@@ -28,9 +28,7 @@ from foretoken.drafters.vocabularies import (
     vocabularies,
     vocabulary_map,
 )
-from foretoken.drafters.windows import PartialRows
 from foretoken.trees.choices import TreeShape
-from foretoken.trees.merge import Pruning
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -43,17 +41,12 @@ if TYPE_CHECKING:
     from foretoken.trees.dynamic import AnyShape
 
 
-class Options(VocabularyOptions):
+class Options(WeightOptions):
     """Options of a draft model.
 
     Attributes:
-        revision: Of the hub, if `model` is a hub id; None for its main branch.
-        draft_sample_method: "probabilistic" draws drafts from the draft model's warped distribution for sampled
-            requests, siblings without replacement; "greedy" always takes its most probable tokens.
-        quantization: "int8" drafts with copies of all matrices in int8, with a scale per row, on native kernels (CPUs,
-            float32 and bfloat16): one more byte per weight. "none" drafts with the weights as
-            stored. "int4" takes half the bytes of "int8". "auto" takes int8 where possible. Matrices that are stored
-            in integers stay as they are; except for "none" their inputs are quantized to 8 bits.
+        quantization: Matrices that are stored in integers stay as they are; except for "none" their inputs are
+            quantized to 8 bits.
         vocab_match: How a draft model with another tokenizer drafts. "same" refuses it, "intersection" drafts tokens
             that both vocabularies have, "text" drafts text (chains of the most probable tokens). "auto" means "same"
             for equal vocabularies, else "intersection" if most of the target's tokens are shared. None means
@@ -63,13 +56,6 @@ class Options(VocabularyOptions):
         use_heterogeneous_vocab: vLLM's name for `vocab_match="intersection"`.
     """
 
-    is_trusted: ClassVar[bool] = True
-    has_dynamic_trees: ClassVar[bool] = True
-    prunable_by: ClassVar[frozenset[str]] = frozenset(Pruning.model_fields)
-
-    revision: str | None = None
-    draft_sample_method: SampleMethod = "probabilistic"
-    quantization: QuantizationOption = "auto"
     vocab_match: VocabMatch | None = None
     use_heterogeneous_vocab: bool = False
 
@@ -92,13 +78,13 @@ class Options(VocabularyOptions):
             )
         if self.matching == "text" and self.draft_window_size is not None:
             raise ConfigError(
-                "'vocab_match' is 'text', whose draft model reads its whole text. Leave 'draft_window_size' out, or "
+                "'vocab_match' is 'text', and its draft model reads whole texts. Leave 'draft_window_size' out, or "
                 "set vocab_match to 'intersection'."
             )
         if self.matching == "text" and (self.pruning is not None or self.stop is not None):
             what, key = ("not pruned", "pruning") if self.stop is None else ("not stopped by a rule", "control")
             raise ConfigError(
-                f"'vocab_match' is 'text', whose drafts are {what}. Leave '{key}' out, or set vocab_match to "
+                f"'vocab_match' is 'text', and its drafts are {what}. Leave '{key}' out, or set vocab_match to "
                 "'intersection'."
             )
         return self
@@ -164,10 +150,8 @@ class DraftModelDrafter:
     def load_weights(self, weights: Mapping[str, Tensor]) -> None:
         """Copies weights into the model in place, between two iterations; the next draft reads each text again.
 
-        All drafts then come from the new weights, and so do their draft distributions: texts do not change.
-
-        Args:
-            weights: Every parameter by its name in the module, with the same shape.
+        `weights`: every parameter by its name in the module, with the same shape. Texts do not change, because all
+        drafts and their draft distributions then come from the new weights.
         """
         with torch.no_grad():
             for name, parameter in self.model.module.named_parameters():
@@ -175,9 +159,9 @@ class DraftModelDrafter:
         self._levels.follow_weights()
 
     def _take_shape(self, shape: AnyShape) -> None:
-        self._shapes = _by_depth(shape)
+        self._shapes = by_depth(shape)
         self.nodes_by_depth: Sequence[int] = [each.num_nodes for each in self._shapes]
-        self._shapes_with_floors = _by_depth(self._options.shape_with_floors) if self.follows_floors else []
+        self._shapes_with_floors = by_depth(self._options.shape_with_floors) if self.follows_floors else []
 
     def begin(self, slot: int, request: DraftRequest) -> None:
         """Reuses the rows of a text with the same prefix; the first proposal reads the rest."""
@@ -194,27 +178,17 @@ class DraftModelDrafter:
         tokens = context.tokens
         if self._mapping is not None:
             tokens = [self._texts[slot].of(ids) for slot, ids in zip(context.slots, context.tokens, strict=True)]
-        all_roots: list[int] = []
-        room: list[int] = []
-        active: list[int] = []
-        slots: list[int] = []
-        texts: list[Sequence[int]] = []
-        for row, ids in enumerate(tokens):
-            all_roots.append(context.tokens[row][-1])
-            room.append(min(context.max_depth[row], self._context_len - len(ids)))
-            if room[row] > 0:
-                active.append(row)
-                slots.append(context.slots[row])
-                texts.append(ids)
+        room = [min(depth, self._context_len - len(ids)) for depth, ids in zip(context.max_depth, tokens, strict=True)]
+        active = [row for row, depth in enumerate(room) if depth > 0]
         if not active:
-            return TokenTree.roots(all_roots, device=self._target.device)
+            return TokenTree.roots(context.roots, device=self._target.device)
         roots, draws = self._draws.of(context, active, self._runner.device)
         # A drawn candidate is verified at any cost, so none is drawn beside the chain.
         has_second_candidates = context.floors is not None and not draws.has_sampled
         shapes = self._shapes_with_floors if has_second_candidates else self._shapes
         shape = shapes[min(max(room), len(shapes) - 1)]
-        expansion = self._levels.draft(slots, texts, shape, roots, draws)
-        return expansion.finish(active, room, all_roots)
+        slots, texts = [context.slots[row] for row in active], [tokens[row] for row in active]
+        return self._levels.draft(slots, texts, shape, roots, draws).finish(active, room, context.roots)
 
     def commit(self, committed: Committed) -> None:
         """Learns what to retrieve; the next proposal reads the accepted path from the committed tokens."""
@@ -225,16 +199,11 @@ class DraftModelDrafter:
         self._texts.pop(slot, None)
 
 
-def _by_depth(shape: AnyShape) -> list[AnyShape]:
-    return [shape.truncated(depth) for depth in range(shape.depth + 1)]
-
-
 def create(options: Options) -> Drafter:
     """See `foretoken.drafters.registry`; raises `ConfigError` without a model."""
     if options.model is None:
         raise ConfigError("method 'draft_model' needs a model. Expected the draft model's directory. Set 'model'.")
-    rounds_inputs = options.quantization != "none"
-    files = DraftModelFiles(options.model, options.revision, rounds_inputs=rounds_inputs)
+    files = DraftModelFiles(options.model, options.revision, rounds_inputs=options.quantization != "none")
     return drafter_of(options, files.model, files.tokenizer)
 
 
@@ -243,10 +212,7 @@ def drafter_of(
 ) -> Drafter:
     """Returns the drafter that options ask for, over any model; `load_tokenizer` may return None."""
     if options.matching == "text":
-        return TextDraftDrafter(
-            load, lambda target, model: vocabularies(target, model, load_tokenizer()), chain_len=options.chain_len,
-            quantization=options.quantization, choose_tokens=options.drafted_tokens,
-        )  # fmt: skip
+        return TextDraftDrafter(options, load, lambda target, model: vocabularies(target, model, load_tokenizer()))
     return DraftModelDrafter(
         options, load, lambda target, model: vocabulary_map(options.matching, target, model, load_tokenizer())
     )

@@ -13,13 +13,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from foretoken.core.errors import ConfigError
-from foretoken.drafters.base import TargetReads
+from foretoken.drafters.base import TargetReads, by_depth
+from foretoken.drafters.partial_reads import PartialRows
 from foretoken.drafters.self_drafts import SelfDrafts, SelfOptions, runner_of
-from foretoken.drafters.windows import PartialRows
 from foretoken.trees.dynamic import DynamicShape
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from foretoken.core.token_tree import TokenTree
     from foretoken.drafters.base import Committed, DraftContext, Drafter, DraftRequest, TargetHandle
@@ -45,7 +45,8 @@ class EarlyExitDrafter:
         num_layers, wanted = target.model.num_layers, self._options.exit_layer
         if (wanted or 1) >= num_layers:
             raise ConfigError(
-                f"exit_layer is {wanted or 1}, and '{target.name}' has {num_layers} blocks. Expected fewer than these."
+                f"exit_layer is {wanted or 1}, and '{target.name}' has {num_layers} blocks. Expected fewer than "
+                f"{num_layers}."
             )
         runner = runner_of(target)
         self._num_layers = wanted or max(1, num_layers // 3)
@@ -56,7 +57,7 @@ class EarlyExitDrafter:
         """Sets the shape of later drafts, at most as large as a verified tree: the target's cache holds its nodes."""
         if isinstance(shape, DynamicShape):
             shape = shape.truncated(1 + (shape.max_nodes - 1) // shape.top_k)
-        self._shapes = [shape.truncated(depth) for depth in range(shape.depth + 1)]
+        self._shapes = by_depth(shape)
         self.nodes_by_depth: Sequence[int] = [each.num_nodes for each in self._shapes]
 
     def begin(self, slot: int, request: DraftRequest) -> None:
@@ -73,6 +74,4 @@ class EarlyExitDrafter:
         """Forgets nothing."""
 
 
-def create(options: Options) -> Drafter:
-    """See `foretoken.drafters.registry`."""
-    return EarlyExitDrafter(options)
+create: Callable[[Options], Drafter] = EarlyExitDrafter  # see `foretoken.drafters.registry`

@@ -9,7 +9,6 @@ Source: Gao et al. 2024 (arXiv 2412.12639).
 from __future__ import annotations
 
 from functools import lru_cache
-from itertools import accumulate
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -18,10 +17,10 @@ from typing_extensions import override
 
 from foretoken.core.backend import integers_on
 from foretoken.core.passes import Pass
-from foretoken.drafters.captured import Prefixes
+from foretoken.drafters.base import READ_SHARE
 from foretoken.drafters.head_drafter import HeadDrafter
 from foretoken.drafters.head_features import CHUNK, TOGETHER, WaitingFeatures, rows_at
-from foretoken.drafters.levels import NodePasses
+from foretoken.drafters.levels import NodePasses, Prefixes
 from foretoken.heads.falcon import NUM_LAYERS, FalconHead, paired
 from foretoken.trees.choices import TreeShape
 from foretoken.trees.dynamic import begin_expansion
@@ -38,7 +37,7 @@ if TYPE_CHECKING:
 
 
 class BlockPlan(NamedTuple):
-    """The nodes of one block, see the module; all lists but the last have G entries.
+    """The nodes of one block, see the module.
 
     Attributes:
         positions: Which of the K positions each node is.
@@ -115,13 +114,12 @@ class FalconBlocks(WaitingFeatures):
         ends = [self._known[slot] for slot in slots]
         lengths = [self._feed_early(slot, text) for slot, text in zip(slots, texts, strict=True)]
         fused = self._fuse(slots, texts, lengths) if max(lengths) else rows_at(self._last, slots)
-        chains = [max(length, self._block) for length in lengths]
-        outputs = self.stack.run(self._nodes_of(fused, lengths, chains), self._pass_of(slots, ends, chains))
+        work, inputs = self._pass_of(slots, ends, lengths, fused.shape[1])
+        outputs = self.stack.run(fused.flatten(0, 1)[inputs], work)
         for slot, end in zip(slots, ends, strict=True):
             self._fed[slot] = end
-        sizes = [chain - self._block + len(self._plan.positions) for chain in chains]
-        places = [end - len(self._plan.positions) + own for end in accumulate(sizes) for own in self._plan.ends]
-        return outputs[integers_on(places, self._device)].view(len(slots), self._block, -1).to(self._dtype)
+        block_ends = [end - len(self._plan.positions) + own for end in work.offsets[1:] for own in self._plan.ends]
+        return outputs[integers_on(block_ends, self._device)].view(len(slots), self._block, -1).to(self._dtype)
 
     def fill(self, expansion: Expansion, slots: Sequence[int], outputs: Tensor) -> None:
         """Fills trees of roots in place, without reading any tensor; outputs: (B, K, W), from `of`."""
@@ -211,31 +209,30 @@ class FalconBlocks(WaitingFeatures):
         following = integers_on(text[start + 1 : start + 1 + len(features)], self._device)
         return paired(features, self._parts.embed(following).to(self._dtype))
 
-    def _nodes_of(self, fused: Tensor, lengths: Sequence[int], chains: Sequence[int]) -> Tensor:
-        """(M, W), inputs of the decoder block: each sequence's last positions as a chain, then the rest of the plan."""
-        width, places = fused.shape[1], list[int]()
-        for row, (length, chain) in enumerate(zip(lengths, chains, strict=True)):
-            end = row * width + self._block + length
-            places += range(end - chain, end)
-            places += [end - self._block + position for position in self._plan.positions[self._block :]]
-        return fused.flatten(0, 1)[integers_on(places, self._device)]
+    def _pass_of(
+        self, slots: Sequence[int], ends: Sequence[int], lengths: Sequence[int], width: int
+    ) -> tuple[Pass, Tensor]:
+        """Returns the pass of `of`: a chain of new positions of each sequence that ends in the block, then the plan.
 
-    def _pass_of(self, slots: Sequence[int], ends: Sequence[int], chains: Sequence[int]) -> Pass:
-        """Returns the pass of `of`: `chains` last positions of each sequence, then the rest of the plan."""
-        block, positions, parents = self._block, list[int](), list[int]()
-        offsets, prefix_lens = [0], [end - chain for end, chain in zip(ends, chains, strict=True)]
-        for end, chain in zip(ends, chains, strict=True):
-            lead = chain - block
-            positions += range(end - chain, end)
-            parents += range(-1, chain - 1)
-            positions += [end - block + position for position in self._plan.positions[block:]]
-            parents += [parent + lead for parent in self._plan.parents[block:]]
+        Also (M,) int64, the rows of its inputs among the (B, `width`) outputs of `_fuse`.
+        """
+        positions, parents, inputs, offsets = list[int](), list[int](), list[int](), [0]
+        chains = [max(length, self._block) for length in lengths]
+        for row, (end, length, chain) in enumerate(zip(ends, lengths, chains, strict=True)):
+            lead = chain - self._block
+            own = [*range(lead), *(lead + position for position in self._plan.positions)]
+            first = row * width + self._block + length - chain
+            positions += [end - chain + position for position in own]
+            inputs += [first + position for position in own]
+            parents += [*range(-1, lead - 1), *(lead + parent for parent in self._plan.parents)]
             offsets.append(len(positions))
-        packed = integers_on([positions, parents], self._device)
-        return Pass(
+        packed = integers_on([positions, parents, inputs], self._device)
+        work = Pass(
             tokens=torch.zeros_like(packed[0]), positions=packed[0], parents=packed[1], slots=slots,
-            prefix_lens=prefix_lens, offsets=offsets, logit_rows=None,
+            prefix_lens=[end - chain for end, chain in zip(ends, chains, strict=True)], offsets=offsets,
+            logit_rows=None,
         )  # fmt: skip
+        return work, packed[2]
 
 
 def _rows(values: Tensor, places: Tensor) -> Tensor:
@@ -248,6 +245,7 @@ class FalconDrafter(HeadDrafter):
     """Drafts a block of levels at once."""
 
     reads_last = False
+    read_share = READ_SHARE
     head: FalconHead
 
     @override

@@ -20,13 +20,11 @@ from foretoken.core.sampling_params import SamplingParams
 from foretoken.core.token_tree import TokenTree
 from foretoken.decoder.base import UnsuitableError
 from foretoken.decoder.block_stack import BlockStack
-from foretoken.drafters.base import READ_SHARE, TargetReads, TreeOption
-from foretoken.drafters.captured import CapturedExpansion
-from foretoken.drafters.draft_tokens import VocabularyOptions
+from foretoken.drafters.base import TargetReads, TreeOption, by_depth
 from foretoken.drafters.head_features import LastFeatures, WaitingFeatures
-from foretoken.drafters.levels import KeptDraws, QuantizationOption, SampleMethod, with_quantization
+from foretoken.drafters.levels import CapturedExpansion, KeptDraws
 from foretoken.drafters.native.heads import HeadKernels
-from foretoken.drafters.windows import PartialRows
+from foretoken.drafters.partial_reads import PartialRows, WeightOptions, with_quantization
 from foretoken.formats.checkpoint import HeadCheckpoint, TargetFingerprint
 from foretoken.formats.files import local_head
 from foretoken.formats.registry import read_head
@@ -35,14 +33,13 @@ from foretoken.models.parts import TargetParts, target_parts
 from foretoken.sampling.batch import SamplingBatch, SamplingRequest
 from foretoken.sampling.draft_draws import DraftDraws
 from foretoken.trees.choices import PUBLISHED, TreeShape, best_shape
-from foretoken.trees.merge import Pruning
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from foretoken.decoder.quantized import Quantization
     from foretoken.drafters.base import Committed, DraftContext, DraftRequest, TargetHandle
-    from foretoken.drafters.draft_tokens import DraftTokens
+    from foretoken.drafters.partial_reads import DraftTokens
     from foretoken.heads.base import Head
     from foretoken.heads.decoder_layer import DecoderLayer
     from foretoken.models.loaded import LoadedModel
@@ -50,33 +47,22 @@ if TYPE_CHECKING:
     from foretoken.trees.expansion import Expansion
 
 
-class HeadOptions(VocabularyOptions):
+class HeadOptions(WeightOptions):
     """Options of all drafters over heads.
 
     Attributes:
         model: Directory or hub id of the head, in any format that `foretoken convert` knows.
-        revision: Of the hub, if `model` is a hub id; None for its main branch.
         tree: As for every method. "tree" is the static tree that pays most on this machine by the acceptance stored
             with the head, or else the head's published tree; in each iteration as deep as pays, down to no draft at
             all.
-        draft_sample_method: "probabilistic" draws drafts from the head's warped distribution for sampled requests
-            without a seed; "greedy" always takes its most probable tokens.
-        quantization: "int8" drafts with all matrices in int8, with a scale per row, on CPUs: one byte per weight, also
-            for a copy of the target's LM head if the head shares it. "none" drafts with the weights as stored, in the
-            target's precision: float32, or bfloat16 if the target is. "int4" takes half the bytes of "int8".
-            "auto" takes int8 where possible.
+        quantization: Also of a copy of the target's LM head if the head shares it. "none" drafts in the target's
+            precision: float32, or bfloat16 if the target is.
         allow_other_target: Accept a head that was trained for another target of the same sizes.
     """
 
-    is_trusted: ClassVar[bool] = True
-    has_dynamic_trees: ClassVar[bool] = True
     large_vocabulary: ClassVar[int] = 1 << 15  # a choice: the target's LM head is most of what such heads read
-    prunable_by: ClassVar[frozenset[str]] = frozenset(Pruning.model_fields)
 
-    revision: str | None = None
     tree: TreeOption = "tree"
-    draft_sample_method: SampleMethod = "probabilistic"
-    quantization: QuantizationOption = "auto"
     allow_other_target: bool = False
 
 
@@ -114,6 +100,8 @@ class HeadDrafter:
 
     Attributes:
         reads_last: Whether only the feature of the last position is read.
+        read_share: See `SparingReader`; nothing of heads that read the last feature alone.
+        has_window: Whether the head has a decoder block that `draft_window_size` narrows.
         checkpoint: The head's files; without weights after `attach`.
         head: The network, after `attach`, like the next three.
         parts: Modules that it shares with the target.
@@ -123,17 +111,9 @@ class HeadDrafter:
     """
 
     reads_last: ClassVar[bool] = True
+    read_share: float = 0.0
+    has_window: bool = False
     head: Head
-
-    @property
-    def read_share(self) -> float:
-        """See `SparingReader`; nothing of heads that read the last feature alone."""
-        return 0.0 if self.reads.is_last_enough else READ_SHARE
-
-    @property
-    def has_window(self) -> bool:
-        """Whether the head has a decoder block that `draft_window_size` narrows."""
-        return False
 
     def __init__(self, options: HeadOptions, model: LoadedModel) -> None:
         """Reads the head's files; `attach` makes the network. Raises the errors of `checked_head`."""
@@ -154,7 +134,7 @@ class HeadDrafter:
         self._kernels = self._native_kernels()
         self._expansion = self._expansions()
         self.shape = self._chosen_shape()
-        self._shapes = [self.shape.truncated(depth) for depth in range(self.shape.depth + 1)]
+        self._shapes = by_depth(self.shape)
         self.nodes_by_depth = [shape.num_nodes for shape in self._shapes]
 
     def begin(self, slot: int, request: DraftRequest) -> None:
@@ -211,7 +191,7 @@ class HeadDrafter:
         )  # fmt: skip
 
     def rows_of(self, stack: BlockStack, num_scratch: int = 0) -> PartialRows:
-        """Returns the places of rows of that KV cache."""
+        """Returns which rows of that KV cache drafts read."""
         return PartialRows.own(stack.cache, num_scratch, self.options, self._target.context_len)
 
     def state_of(self, features: Tensor) -> Tensor:
@@ -256,11 +236,9 @@ class HeadDrafter:
         if self._drafted is not None:
             try:
                 parts = target_parts(model, **shared, head_tokens=torch.tensor(self._drafted.ids))
-            except UnsuitableError as err:
-                if self._drafted.is_required and self.quantization is not None:
-                    raise  # the weights as they are stored may have one
+            except UnsuitableError:
                 if self._drafted.is_required:
-                    raise ConfigError(f"a draft vocabulary cannot be had: {err} Leave 'draft_vocab_size' out.") from err
+                    raise
                 self._drafted = None
             else:
                 assert parts.head_rows is not None, "it was asked for"

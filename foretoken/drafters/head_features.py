@@ -18,7 +18,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from foretoken.core.passes import Pass
-from foretoken.drafters.windows import PartialRows
+from foretoken.drafters.partial_reads import PartialRows
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -89,7 +89,7 @@ class WaitingFeatures(ABC):
     def __init__(
         self, cache: SlotCache, target: TargetHandle, dtype: torch.dtype, rows: PartialRows | None = None
     ) -> None:
-        """Starts without features; `rows`: the places of KV rows, None for those of whole texts."""
+        """Starts without features; `rows`: which KV rows drafts read, None for whole texts."""
         self.cache, self._dtype = cache, dtype
         self.rows = rows or PartialRows.own(cache, most_fed=0)
         self._fed = [0] * target.num_slots  # positions in the cache
@@ -180,9 +180,8 @@ class StackFeatures(WaitingFeatures):
     ) -> None:
         """Starts without features; `rows`: see `WaitingFeatures`.
 
-        Args:
-            pair: Returns both inputs of the block for (M, F E) features and the tokens of a pass.
-            finish: Returns (M, W), what is stored of (M, E) outputs of the block.
+        `pair` returns both inputs of the block for (M, F E) features and the tokens of a pass. `finish` returns (M, W),
+        what is stored of (M, E) outputs of the block.
         """
         super().__init__(stack.cache, target, dtype, rows)
         self.stack, self._pair, self._finish = stack, pair, finish
@@ -206,32 +205,21 @@ class StackFeatures(WaitingFeatures):
 
     @override
     def of(self, slots: Sequence[int], texts: Sequence[Sequence[int]]) -> Tensor:
-        behind, following, parts = [], [], []
-        for slot, text in zip(slots, texts, strict=True):
-            if not self._waiting[slot]:
-                continue
-            features = self._shortened(slot, text)
-            behind.append(slot)
-            following.append(text[self._fed[slot] + 1 :][: len(features)])
-            parts.append(features)
+        behind = [(slot, text) for slot, text in zip(slots, texts, strict=True) if self._waiting[slot]]
         if behind:
-            self._feed(behind, following, parts[0] if len(parts) == 1 else torch.cat(parts))
+            own, read = zip(*behind, strict=True)
+            self._feed(own, *self._gathered(own, read))
         return rows_at(self._last, slots)
 
     def waiting(self, slots: Sequence[int], texts: Sequence[Sequence[int]]) -> WaitingPairs | None:
         """Returns what waits of some slots, for drafts that feed it themselves; None if nothing waits of one of them.
 
-        Feeds all but the last position of long parts. Arguments as of `of`.
+        Feeds all but the last position of long parts.
         """
         if not all(self._waiting[slot] for slot in slots):
             return None
-        following, parts = [], []
-        for slot, text in zip(slots, texts, strict=True):
-            features = self._shortened(slot, text)
-            following.append(text[self._fed[slot] + 1 :][: len(features)])
-            parts.append(features)
-        work = self._pass_of(slots, following, parts[0].device, has_last_logits=True)
-        return WaitingPairs(work, parts[0] if len(parts) == 1 else torch.cat(parts))
+        following, features = self._gathered(slots, texts)
+        return WaitingPairs(self._pass_of(slots, following, features.device, has_last_logits=True), features)
 
     def have_fed(self, slots: Sequence[int]) -> None:
         """Notes that the result of `waiting` is in the cache now.
@@ -241,6 +229,15 @@ class StackFeatures(WaitingFeatures):
         """
         for slot in slots:
             self._has_seen[slot] = True
+
+    def _gathered(self, slots: Sequence[int], texts: Sequence[Sequence[int]]) -> tuple[list[Sequence[int]], Tensor]:
+        """Returns the tokens after the features that wait, and these (M, F E) features."""
+        following, parts = [], []
+        for slot, text in zip(slots, texts, strict=True):
+            features = self._shortened(slot, text)
+            following.append(text[self._fed[slot] + 1 :][: len(features)])
+            parts.append(features)
+        return following, parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _shortened(self, slot: int, text: Sequence[int]) -> Tensor:
         """Returns the (T, F E) features that wait; if they are many, appends all but the last one, and returns that.

@@ -1,42 +1,47 @@
-"""Drafting level by level with weights: draws, passes, quantized copies of weights, and a draft model's KV cache.
+"""Drafting level by level: passes over the levels, whole drafts as CUDA graphs, and a draft model's KV cache.
 
-A draft model is fed committed tokens once. Its classes work with its own ids; only logits for expansions and frontiers
-from them use the target's ids, and a `VocabularyMap` translates.
+A CUDA graph is one launch in place of some thirty for each level. A draft model is fed committed tokens once. Its
+classes work with its own ids; only logits for expansions and frontiers from them use the target's ids, and a
+`VocabularyMap` translates.
 
 Letters: B sequences, P parents of one level, W nodes that were fed, V target vocabulary.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, replace
-from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from functools import cached_property, partial
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
-from foretoken.core.backend import integers_on
-from foretoken.core.errors import ConfigError
+from foretoken.core.backend import has_cuda_graphs, integers_on
 from foretoken.core.passes import Pass
 from foretoken.core.token_tree import common_prefix_len
-from foretoken.decoder.base import UnsuitableError
-from foretoken.decoder.cuda_graphs import GraphDecoder, captured_nodes
+from foretoken.decoder.cuda_graphs import (
+    WARM_UPS,
+    CapturedGraphs,
+    CudaGraphCapture,
+    GraphDecoder,
+    bound_of,
+    captured_nodes,
+)
 from foretoken.decoder.native import NativeDecoder
-from foretoken.drafters.captured import CapturedExpansion, Prefixes
 from foretoken.drafters.native.trees import draft_trees
-from foretoken.runner.runner import Runner
 from foretoken.sampling.draft_draws import DraftDraws
+from foretoken.sampling.noise import KeyedNoise
 from foretoken.trees.dynamic import begin_expansion
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Hashable, Sequence
 
-    from foretoken.decoder.quantized import Quantization
-    from foretoken.drafters.base import DraftContext, TargetHandle
-    from foretoken.drafters.draft_tokens import DraftTokens
+    from foretoken.decoder.cuda_graphs import GraphCapture
+    from foretoken.drafters.base import DraftContext
+    from foretoken.drafters.partial_reads import DraftTokens, PartialRows, SampleMethod
     from foretoken.drafters.vocabularies import VocabularyMap
-    from foretoken.drafters.windows import PartialRows
-    from foretoken.models.loaded import LoadedModel
+    from foretoken.runner.runner import Runner
     from foretoken.trees.dynamic import AnyShape, ShapedExpansion
     from foretoken.trees.expansion import Expansion, Frontier
     from foretoken.trees.merge import Pruning
@@ -44,6 +49,114 @@ if TYPE_CHECKING:
 
 _LONGEST_CATCH_UP = 2  # after full acceptance, the last drafted token and the bonus token are new to the draft model
 _LONGEST_MAPPED_CATCH_UP = 8  # longer if tokens of the target are several of the draft model's
+_MAX_GRAPHS = 64  # a choice: batches of up to eight sequences in eight depths
+_CAPTURED_USE = 2  # a choice: what is drafted once is not worth the time of a capture
+_TRUNCATION = ("top_k", "top_p", "min_p")
+Result = TypeVar("Result")
+
+
+class Prefixes(NamedTuple):
+    """The committed rows of B cache slots, which drafts stand behind: on the host, under capture (B,) int32 tensors.
+
+    Attributes:
+        slots: Of the KV cache.
+        lengths: Of the prefixes.
+        bound: Under capture the greatest length that the graph serves; else None.
+        positions: Of the first nodes behind the prefixes; None if row i of every slot holds position i.
+    """
+
+    slots: Sequence[int] | Tensor
+    lengths: Sequence[int] | Tensor
+    bound: int | None = None
+    positions: Sequence[int] | Tensor | None = None
+
+
+class CapturedExpansion(Generic[Result]):
+    """Expands trees, as CUDA graphs where possible. A graph is captured when its shape is used again."""
+
+    def __init__(
+        self,
+        fill: Callable[..., Result],
+        device: torch.device,
+        *,
+        is_capturable: bool = True,
+        capture: GraphCapture | None = None,
+    ) -> None:
+        """Prepares; `capture` is how graphs are captured, None for CUDA graphs on GPUs.
+
+        Args:
+            fill: Fills a tree of roots in place, without reading any tensor: takes the expansion, the inputs of
+                `expand`, and its prefixes if there are any.
+            is_capturable: Whether the work of `fill` can be captured.
+        """
+        self._fill, self._device = fill, device
+        if capture is None and has_cuda_graphs(device):
+            capture = CudaGraphCapture(device)
+        self._graphs: CapturedGraphs[tuple[ShapedExpansion, Result]] | None = None
+        if capture is not None and is_capturable:
+            self._graphs = CapturedGraphs(capture, device, limit=_MAX_GRAPHS, name="a tree")
+        self._uses: Counter[Hashable] = Counter()
+
+    def expand(
+        self,
+        shape: AnyShape,
+        roots: Tensor,
+        draws: DraftDraws,
+        inputs: Sequence[Tensor],
+        prefixes: Prefixes | None = None,
+    ) -> tuple[ShapedExpansion, Result]:
+        """Returns trees of (B,) int64 roots, filled, and the result of `fill`; both are valid until the next call.
+
+        Args:
+            inputs: What `fill` reads, equal in shape and dtype for equal trees and batches.
+            prefixes: On the host; None if `fill` reads no KV cache.
+        """
+        if self._graphs is None:
+            expansion = begin_expansion(shape, roots, draws)
+            return expansion, self._fill(expansion, *inputs, *(() if prefixes is None else (prefixes,)))
+        batch = draws.batch
+        truncation = {name: value for name in _TRUNCATION if (value := getattr(batch, name)) is not None}
+        own, bound = list(inputs), None
+        if prefixes is not None:
+            own.append(_packed(prefixes))
+            bound = bound_of(max(prefixes.lengths))
+        contents = [
+            roots, draws.root_positions, draws.is_coupled, draws.is_sampled, batch.noise.seeds, batch.temperature,
+            batch.greedy, *own, *truncation.values(),
+        ]  # fmt: skip
+        kinds = (draws.has_coupled, draws.has_sampled, draws.is_drawn_for_all)
+        key = (shape, len(roots), kinds, *truncation, batch.largest_top_k, bound, *(part.shape for part in inputs))
+        work = partial(self._captured_tree, shape, draws, list(truncation), bound)
+        self._uses[key] += 1
+        if self._uses[key] < _CAPTURED_USE:
+            WARM_UPS.count += 1
+            return work(*(content.to(self._device) for content in contents))
+        return self._graphs.run(key, contents, work)
+
+    def _captured_tree(
+        self, shape: AnyShape, draws: DraftDraws, limits: Sequence[str], bound: int | None, *contents: Tensor
+    ) -> tuple[ShapedExpansion, Result]:
+        """The captured function: expands trees with draws from parameters in tensors of its own, `limits` last."""
+        roots, root_positions, is_coupled, is_sampled, seeds, temperature, greedy, *others = contents
+        inputs: list[Any] = others[: len(others) - len(limits)]
+        if bound is not None:
+            slots, lengths, positions = (row[: len(roots)] for row in inputs.pop())
+            inputs.append(Prefixes(slots, lengths, bound, positions))
+        own_limits: dict[str, Any] = dict(zip(limits, others[len(others) - len(limits) :], strict=True))
+        # Nothing else of the batch is read, see `DraftDraws.keys`.
+        batch = replace(
+            draws.batch, noise=KeyedNoise(seeds), temperature=temperature, greedy=greedy, processors=(), **own_limits
+        )
+        own = replace(draws, batch=batch, root_positions=root_positions, is_coupled=is_coupled, is_sampled=is_sampled)
+        expansion = begin_expansion(shape, roots, own)
+        return expansion, self._fill(expansion, *inputs)
+
+
+def _packed(prefixes: Prefixes) -> Tensor:
+    """Returns slots, lengths and positions, (3, B or more) int32; each row begins at a multiple of 16 bytes."""
+    positions = prefixes.lengths if prefixes.positions is None else prefixes.positions
+    rows = [list(prefixes.slots), list(prefixes.lengths), list(positions)]
+    return torch.tensor([[*row, *[0] * (-len(row) % 4)] for row in rows], dtype=torch.int32)
 
 
 class _Drafted:
@@ -109,23 +222,31 @@ class TreeDrafts:
             cut = replace(work, num_layers=self._num_layers)
             if draft_trees(self._runner, cut, begun, vocab_size=self._vocab_size):
                 return begun, begun.fed_nodes()
-        if self._decoder is not self._runner.decoder:  # another one follows writes to the weights
-            self._decoder, self._expand = self._runner.decoder, self._expansion()
-        expansion, fed = self._expand.expand(shape, roots, draws, [self.logits(work)], prefixes)
+        runner = self._runner
+        if self._decoder is not runner.decoder:  # another one follows writes to the weights
+            is_capturable = runner.name == GraphDecoder.name and self._mapping is None and not runner.cache.is_shared
+            self._expansion = CapturedExpansion(self._grow, runner.device, is_capturable=is_capturable)
+            self._decoder = runner.decoder
+        expansion, fed = self._expansion.expand(shape, roots, draws, [self.logits(work)], prefixes)
         return expansion, (fed[0].clone(), fed[1].clone())  # a graph overwrites them in the next call
 
-    def _expansion(self) -> CapturedExpansion[tuple[Tensor, Tensor]]:
-        runner = self._runner
-        is_capturable = runner.name == GraphDecoder.name and self._mapping is None and not runner.cache.is_shared
-        return CapturedExpansion(self._grow, runner.device, is_capturable=is_capturable)
-
     def _grow(self, expansion: Expansion, logits: Tensor, prefixes: Prefixes) -> tuple[Tensor, Tensor]:
-        """Returns the (B, W) tokens and parents that were fed; logits: (B, V), after the roots."""
+        """Fills trees with a pass per level; returns the (B, W) tokens and parents that were fed.
+
+        logits: (B, V), after the roots.
+        """
         passes = LevelPasses(prefixes, logits.device, last_position=self._runner.last_position)
-        draft_by_levels(
-            expansion, logits, passes, self.logits, vocab_size=self._runner.vocab_size,
-            fed=None if self._mapping is None else self._mapping.fed,
-        )  # fmt: skip
+        for depth in expansion.levels():
+            if not depth:
+                expansion.grow(depth, logits.unsqueeze(1))
+                continue
+            frontier = expansion.frontier(depth)
+            work = passes.next(
+                frontier if self._mapping is None else frontier._replace(tokens=self._mapping.fed(frontier.tokens))
+            )
+            tokens = work.tokens.clamp_max(self._runner.vocab_size - 1)  # the trees may have larger ids than the model
+            logits_here = self.logits(replace(work, tokens=tokens).with_all_logits())
+            expansion.grow(depth, logits_here.unflatten(0, frontier.tokens.shape))
         return passes.tokens, passes.parents
 
     def logits(self, work: Pass) -> Tensor:
@@ -139,7 +260,7 @@ class TreeDrafts:
 
 
 class DraftLevels:
-    """Fills expansions with a draft model's tokens."""
+    """Fills expansions with a draft model's tokens. Its KV cache starts empty."""
 
     def __init__(
         self,
@@ -150,12 +271,7 @@ class DraftLevels:
         mapping: VocabularyMap | None = None,
         drafted: DraftTokens | None = None,
     ) -> None:
-        """Starts with an empty cache.
-
-        Args:
-            mapping: Translates the target's ids; None for the same vocabulary.
-            drafted: The tokens that the runner drafts, which follow the texts; None for all.
-        """
+        """Takes a map of the target's ids, None for the same vocabulary; and the tokens to draft, None for all."""
         self._runner, self._rows, self._vocab_size = runner, rows, vocab_size
         self._longest_catch_up = _LONGEST_CATCH_UP if mapping is None else _LONGEST_MAPPED_CATCH_UP
         self._slots: dict[int, _SlotState] = {}
@@ -167,7 +283,7 @@ class DraftLevels:
 
         Args:
             source: A slot with a text of the same prefix, possibly the same slot; None for an empty cache.
-            tokens: The draft model's ids of the prompt, compared with those of that text.
+            tokens: The draft model's ids of the prompt.
         """
         length = 0
         if source is not None and source in self._slots:
@@ -209,7 +325,7 @@ class DraftLevels:
             roots: (B,) int64, the target's ids of the last tokens.
         """
         self.follow_weights()
-        work, lengths = self._catch_up(slots, tokens), [len(ids) for ids in tokens]
+        work, lengths = self._catch_up(slots, tokens), list(map(len, tokens))
         rows = [self._rows.row(slot, length) for slot, length in zip(slots, lengths, strict=True)]
         prefixes = Prefixes(slots, rows, positions=lengths)
         expansion, fed = self._trees.draft(work, prefixes, shape, roots, draws)
@@ -273,34 +389,6 @@ class DraftLevels:
         return tokens if last >= self._vocab_size - 1 else [min(token, last) for token in tokens]
 
 
-QuantizationOption = Literal["auto", "int4", "int8", "none"]
-SampleMethod = Literal["greedy", "probabilistic"]
-_Made = TypeVar("_Made")
-
-
-def with_quantization(option: QuantizationOption, make: Callable[[Quantization | None], _Made]) -> _Made:
-    """Returns the result of `make` for quantized weights if they are wanted and possible, else for those as stored.
-
-    Args:
-        option: "int4" and "int8" require them, "auto" takes int8 if possible.
-        make: Makes the result; raises `UnsuitableError` if the drafter cannot be quantized.
-
-    Raises:
-        ConfigError: For "int4" and "int8" if it is not possible.
-    """
-    if option == "none":
-        return make(None)
-    try:
-        return make("int8" if option == "auto" else option)
-    except UnsuitableError as err:
-        if option != "auto":
-            raise ConfigError(
-                f"quantization '{option}' cannot be had: {err} Leave it out to draft with the weights as they are "
-                "stored."
-            ) from err
-        return make(None)
-
-
 class KeptDraws:
     """The draws of the last proposal."""
 
@@ -311,14 +399,8 @@ class KeptDraws:
 
     def of(self, context: DraftContext, rows: Sequence[int], device: torch.device) -> tuple[Tensor, DraftDraws]:
         """Returns (B,) int64 root tokens and the draws of some sequences of a batch; `rows` ascend."""
-        last: list[int] = []
-        lengths: list[int] = []
-        are_coupled: list[bool] = []
-        for row in rows:
-            last.append(context.tokens[row][-1])
-            lengths.append(len(context.tokens[row]) - 1)
-            are_coupled.append(context.is_coupled[row])
-        roots, positions = integers_on([last, lengths], device).unbind()
+        texts, are_coupled = [context.tokens[row] for row in rows], [context.is_coupled[row] for row in rows]
+        roots, positions = integers_on([[ids[-1] for ids in texts], [len(ids) - 1 for ids in texts]], device).unbind()
         sampling = context.sampling
         if len(rows) < len(context.slots):
             sampling = sampling.select(torch.tensor(rows, device=device))
@@ -399,102 +481,3 @@ class LevelPasses(NodePasses):
             # are cut off, so its positions only have to be valid.
             positions = positions.clamp_max(self._last_position)
         return self.add(tokens, positions, parents)
-
-
-def draft_by_levels(
-    expansion: Expansion,
-    logits: Tensor,
-    passes: LevelPasses,
-    logits_of: Callable[[Pass], Tensor],
-    *,
-    vocab_size: int | None = None,
-    fed: Callable[[Tensor], Tensor] | None = None,
-) -> None:
-    """Fills trees with one pass per level.
-
-    Args:
-        logits: (B, V), after the roots.
-        logits_of: Runs a pass; returns (R, V).
-        vocab_size: Of the model, if the trees may have larger ids; these are fed as the last one.
-        fed: Maps tokens of the trees to those that are fed; None for the same.
-    """
-    for depth in expansion.levels():
-        if not depth:
-            expansion.grow(depth, logits.unsqueeze(1))
-            continue
-        frontier = expansion.frontier(depth)
-        work = passes.next(frontier if fed is None else frontier._replace(tokens=fed(frontier.tokens)))
-        work = replace(
-            work,
-            tokens=work.tokens if vocab_size is None else work.tokens.clamp_max(vocab_size - 1),
-            logit_rows=torch.arange(work.num_tokens, device=work.tokens.device),
-        )
-        expansion.grow(depth, logits_of(work).unflatten(0, frontier.tokens.shape))
-
-
-def draft_runner(
-    model: LoadedModel,
-    target: TargetHandle,
-    num_fed: int,
-    option: QuantizationOption,
-    partial_rows: int | None = None,
-    drafted: DraftTokens | None = None,
-) -> Runner:
-    """Returns the runner of a draft model that feeds at most `num_fed` nodes of a draft; see `with_quantization`.
-
-    Args:
-        partial_rows: Rows of slots that hold a part of a text; None for slots with the whole text.
-        drafted: The tokens that it drafts; None for all.
-
-    Raises:
-        ConfigError: For a model with recurrent layers; for a part of a text if the model slides windows over it:
-            decoders take row i of a window for position i; if there is no memory for these rows; or if required tokens
-            cannot be drafted alone.
-    """
-    if partial_rows is not None and _has_windows(model.config.get_text_config()):
-        raise ConfigError(
-            f"'{model.name}' has layers that slide a window over its text, from which no other rows can be chosen. "
-            "Expected a model with full attention in every layer. Use another method, or leave draft_window_size out."
-        )
-    runner = Runner(
-        model, num_slots=target.num_slots, context_len=partial_rows or target.context_len, max_nodes=num_fed + 1,
-        runner=target.runner, has_partial_texts=partial_rows is not None,
-    )  # fmt: skip
-    if runner.cache.states is not None:
-        raise ConfigError(
-            f"'{model.name}' has recurrent layers. Expected a draft model with attention in every layer: the states of "
-            "its drafts cannot be kept yet."
-        )
-    if partial_rows is not None and runner.context_len < min(partial_rows, model.context_len):
-        raise ConfigError(
-            f"slots of {partial_rows} KV rows for drafts with '{model.name}' do not fit into half of the free memory, "
-            f"only {runner.context_len} rows a slot. Lower max_num_seqs, or kv_budget or draft_window_size, or free "
-            "memory."
-        )
-
-    def quantize(quantization: Quantization | None) -> None:  # leaves the model as it is if it raises
-        if quantization is not None and model.quantization is not None:
-            raise UnsuitableError(f"'{model.name}' was quantized to {model.quantization} before.")
-        if drafted is not None:
-            try:
-                runner.draft_with(quantization, torch.tensor(drafted.ids))
-            except UnsuitableError:
-                if drafted.is_required:
-                    raise
-            else:
-                return
-        if quantization is not None:
-            runner.draft_with(quantization)
-
-    try:
-        with_quantization(option, quantize)
-    except UnsuitableError as err:
-        raise ConfigError(f"a draft vocabulary cannot be had: {err} Leave 'draft_vocab_size' out.") from err
-    return runner
-
-
-def _has_windows(config: Any) -> bool:
-    kinds = getattr(config, "layer_types", None)
-    if kinds is not None:
-        return any(kind != "full_attention" for kind in kinds)
-    return bool(getattr(config, "sliding_window", None)) and bool(getattr(config, "use_sliding_window", True))

@@ -16,17 +16,18 @@ from __future__ import annotations
 import math
 from array import array
 from itertools import cycle, islice
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 from pydantic import Field, model_validator
 
-from foretoken.core.token_tree import TokenTree, TreeRow
-from foretoken.drafters.base import DrafterOptions, TargetReads
+from foretoken.core.token_tree import TokenTree
+from foretoken.drafters.base import LookupOptions, TargetReads
 from foretoken.trees.merge import Trie
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
+    from foretoken.core.token_tree import TreeRow
     from foretoken.drafters.base import Committed, DraftContext, Drafter, DraftRequest, TargetHandle
 
 MOST_MATCHES = 4  # per length
@@ -60,14 +61,10 @@ class NgramIndex:
         self._num_tokens = len(tokens)
 
     def last_end(self, tail: Sequence[int], num_added: int) -> int | None:
-        """Returns where a text's end occurred last; the text is the sequence plus some tokens that the index lacks.
+        """Returns the first end of `matches` that the index would have with some tokens added; None without a match.
 
-        Args:
-            tail: The added tokens, and before them the sequence's last tokens: as many as the longest run has, or all.
-            num_added: Number of added tokens, at least one.
-
-        Returns:
-            The first end of `matches` that the index would have with the tokens added; None without a match.
+        `tail`: the `num_added` tokens, at least one, and before them the sequence's last tokens: as many as the longest
+        run has, or all.
         """
         size, first = self._num_tokens + num_added, len(tail) - num_added
         for length in self._lengths:
@@ -103,11 +100,8 @@ class NgramIndex:
 _LONGEST_AGREEMENT = 32  # tokens before a match that are compared
 
 
-class Options(DrafterOptions):
+class Options(LookupOptions):
     """Options of prompt lookup, with vLLM's names: longest and shortest match, in tokens."""
-
-    is_trusted: ClassVar[bool] = True
-    can_prune_tree: ClassVar[bool] = True
 
     prompt_lookup_max: int = Field(default=4, ge=1, le=32)
     prompt_lookup_min: int = Field(default=2, ge=1, le=32)
@@ -127,10 +121,8 @@ class NgramDrafter:
 
     def __init__(self, options: Options) -> None:
         self._options, self._longest = options, options.chain_len
-        self._is_chain = options.tree == "chain"
-        self.nodes_by_depth: Sequence[int] = range(1, options.chain_len + 2)
-        if not self._is_chain:
-            self.nodes_by_depth = (1, *[options.max_nodes] * options.chain_len)
+        self._num_matches = 1 if options.tree == "chain" else None  # that are drafted; None for all
+        self.nodes_by_depth = options.nodes_by_depth
         self._indices: dict[int, NgramIndex] = {}
 
     def attach(self, target: TargetHandle) -> None:
@@ -144,16 +136,12 @@ class NgramDrafter:
 
     def propose(self, context: DraftContext) -> TokenTree:
         """Returns the continuation of the best match, or of several matches in one tree."""
-        draft = self._chain if self._is_chain else self._tree
-        rows: list[TreeRow] = []
-        scores: list[list[float]] = []
-        for row, (slot, tokens) in enumerate(zip(context.slots, context.tokens, strict=True)):
-            index = self._indices[slot]
-            index.extend(tokens)
-            depth, nodes = min(context.max_depth[row], self._longest), context.max_nodes[row]
-            of_row, of_nodes = draft(index, tokens, max(depth, 0), min(nodes, self.nodes_by_depth[-1]))
-            rows.append(of_row)
-            scores.append(of_nodes)
+        each = zip(context.slots, context.tokens, context.max_depth, context.max_nodes, strict=True)
+        drafts = [
+            self._draft(self._indices[slot], tokens, min(depth, self._longest), min(nodes, self.nodes_by_depth[-1]))
+            for slot, tokens, depth, nodes in each
+        ]
+        rows, scores = zip(*drafts, strict=True)
         return TokenTree.from_rows(rows, scores=scores, device=self._device)
 
     def continue_from(self, slot: int, tokens: Sequence[int], path: Sequence[int], depth: int) -> list[int]:
@@ -172,27 +160,19 @@ class NgramDrafter:
         """Forgets the index."""
         self._indices.pop(slot, None)
 
-    @staticmethod
-    def _chain(index: NgramIndex, tokens: Sequence[int], depth: int, max_nodes: int) -> tuple[TreeRow, list[float]]:
-        end = next(index.matches(), None) if depth else None
-        if end is None:
-            return TreeRow([tokens[-1]], [-1]), [0.0]
-        following = _repeated(tokens[end : end + depth], min(depth, max_nodes - 1))
-        scores = _path_scores(_agreement(tokens, end), len(following))
-        return TreeRow([tokens[-1], *following], range(-1, len(following))), [0.0, *scores]
-
-    @staticmethod
-    def _tree(index: NgramIndex, tokens: Sequence[int], depth: int, max_nodes: int) -> tuple[TreeRow, list[float]]:
+    def _draft(
+        self, index: NgramIndex, tokens: Sequence[int], depth: int, max_nodes: int
+    ) -> tuple[TreeRow, list[float]]:
+        index.extend(tokens)
         trie, scores = Trie(tokens[-1]), [0.0]
-        if depth:
-            for end in index.matches():
-                nodes = trie.add_path(_repeated(tokens[end : end + depth], depth), max_nodes)
-                path_scores = _path_scores(_agreement(tokens, end), len(nodes))
-                scores += [-math.inf] * (len(trie.tokens) - len(scores))
-                for node, score in zip(nodes, path_scores, strict=True):
-                    scores[node] = max(scores[node], score)
-                if len(trie.tokens) >= max_nodes:
-                    break
+        for end in islice(index.matches(), self._num_matches) if depth > 0 else ():
+            nodes = trie.add_path(_repeated(tokens[end : end + depth], depth), max_nodes)
+            seen = _agreement(tokens, end) + 1
+            scores += [-math.inf] * (len(trie.tokens) - len(scores))
+            for below, node in enumerate(nodes, start=1):
+                scores[node] = max(scores[node], math.log(seen / (seen + below)))
+            if len(trie.tokens) >= max_nodes:
+                break
         return trie.row(), scores
 
 
@@ -205,17 +185,9 @@ def _agreement(tokens: Sequence[int], end: int) -> int:
     return most
 
 
-def _path_scores(agreement: int, depth: int) -> list[float]:
-    """Log-probabilities that a continuation is right down to each depth."""
-    seen = agreement + 1
-    return [math.log(seen / (seen + below)) for below in range(1, depth + 1)]
-
-
 def _repeated(following: Sequence[int], depth: int) -> list[int]:
     """Returns `depth` tokens: a continuation of at least one token, repeated from its beginning."""
     return list(islice(cycle(following), depth))
 
 
-def create(options: Options) -> Drafter:
-    """See `foretoken.drafters.registry`."""
-    return NgramDrafter(options)
+create: Callable[[Options], Drafter] = NgramDrafter  # see `foretoken.drafters.registry`

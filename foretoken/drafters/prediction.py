@@ -19,11 +19,11 @@ from typing import TYPE_CHECKING, ClassVar, NamedTuple, Self
 from pydantic import Field, model_validator
 
 from foretoken.core.token_tree import TokenTree, TreeRow
-from foretoken.drafters.base import DrafterOptions, TargetReads
+from foretoken.drafters.base import LookupOptions, TargetReads
 from foretoken.trees.merge import Trie
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from foretoken.drafters.base import Committed, DraftContext, Drafter, DraftRequest, TargetHandle
 
@@ -54,13 +54,9 @@ class FollowedText:
         return copy(self)
 
     def follow(self, output: Sequence[int], begin: int = 0) -> None:
-        """Advances by the new tokens.
+        """Advances by the new tokens of an output, which begins at `begin`; earlier tokens are not matched.
 
-        Args:
-            output: The whole output so far, perhaps with a prompt before it; or its end, from `longest` tokens before
-                the new tokens on.
-            begin: Where the output begins in `output`; earlier tokens are not matched. Below 0 if its first tokens are
-                missing.
+        `output` may lack its first tokens, and `begin` is then below 0, but has `longest` tokens before the new ones.
         """
         for size in range(begin + self._num_seen + 1, len(output) + 1):
             expected = self._expected()
@@ -123,11 +119,9 @@ def _ends_of_runs(text: Sequence[int], length: int) -> dict[tuple[int, ...], lis
 _MOST_PLACES = 4  # of the prediction in one tree
 
 
-class Options(DrafterOptions):
+class Options(LookupOptions):
     """Options of predicted output: the longest and the shortest match of a search after a change, in tokens."""
 
-    is_trusted: ClassVar[bool] = True
-    can_prune_tree: ClassVar[bool] = True
     reads_predictions: ClassVar[bool] = True
 
     prediction_max_match: int = Field(default=16, ge=1, le=64)
@@ -157,9 +151,7 @@ class PredictionDrafter:
     def __init__(self, options: Options) -> None:
         self._options = options
         self._num_places = 1 if options.tree == "chain" else _MOST_PLACES
-        self.nodes_by_depth: Sequence[int] = range(1, options.chain_len + 2)
-        if options.tree != "chain":
-            self.nodes_by_depth = (1, *[options.max_nodes] * options.chain_len)
+        self.nodes_by_depth = options.nodes_by_depth
         self._predicted: dict[int, _Predicted] = {}
 
     def attach(self, target: TargetHandle) -> None:
@@ -220,6 +212,4 @@ class PredictionDrafter:
         return trie.row()
 
 
-def create(options: Options) -> Drafter:
-    """See `foretoken.drafters.registry`."""
-    return PredictionDrafter(options)
+create: Callable[[Options], Drafter] = PredictionDrafter  # see `foretoken.drafters.registry`

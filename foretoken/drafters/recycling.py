@@ -14,21 +14,21 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, NamedTuple
+from itertools import compress
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 import torch
 from pydantic import model_validator
 
-from foretoken.core.backend import integers_on
 from foretoken.core.errors import ConfigError
-from foretoken.core.token_tree import HostFacts, TokenTree
-from foretoken.drafters.base import DrafterOptions, TargetReads, TreeOption
+from foretoken.core.token_tree import TokenTree, TreeRow
+from foretoken.drafters.base import LookupOptions, TargetReads, TreeOption, by_depth
 from foretoken.trees.choices import TreeShape, best_nodes
 from foretoken.trees.merge import pruned
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from numpy.typing import NDArray
 
@@ -54,16 +54,10 @@ class SuccessorMatrix:
     def fill(
         self, root: int, parents: NDArray[np.int64], ranks: NDArray[np.int64], levels: Sequence[slice]
     ) -> NDArray[np.int64]:
-        """Returns the tokens of a tree: each node holds the successor, of the node's rank, of its parent's token.
+        """Returns the (N,) tokens of a tree below a root token; -1 for unknown successors and below them.
 
-        Args:
-            root: Token of node 0.
-            parents: (N,), in level order; the root's is not read.
-            ranks: (N,), each below W.
-            levels: The nodes of each depth below the root.
-
-        Returns:
-            (N,), -1 for unknown successors and below them.
+        Each node holds the successor of its parent's token that has the node's rank, below W. `parents` are in level
+        order; `levels` are the nodes of each depth below the root.
         """
         ids = np.empty(len(parents), dtype=np.int64)
         ids[0] = root + 1
@@ -80,11 +74,9 @@ _FADE = 0.5 ** (1 / 500)  # decay per token
 _REFRESH = 64  # iterations between two choices of the best tree
 
 
-class Options(DrafterOptions):
+class Options(LookupOptions):
     """Options of token recycling: those of every method, with trees as the default."""
 
-    is_trusted: ClassVar[bool] = True
-    can_prune_tree: ClassVar[bool] = True
     prunable_by: ClassVar[frozenset[str]] = frozenset({"token_probability", "path_probability"})
 
     tree: TreeOption = "tree"
@@ -136,15 +128,6 @@ class RankRates:
         return rates
 
 
-class Filled(NamedTuple):
-    """One sequence's tree of M nodes in level order, root included; all (M,)."""
-
-    tokens: NDArray[np.int64]
-    parents: NDArray[np.int64]
-    depths: NDArray[np.int64]
-    scores: NDArray[np.float32]
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Template:
     """A tree of ranks in level order, N nodes, root included.
@@ -152,44 +135,38 @@ class Template:
     Attributes:
         parents: (N,) int64, -1 at the root.
         ranks: (N,) int64.
-        depths: (N,) int64.
-        scores: (N,) float32, log-probability that the whole path is accepted.
+        scores: N, log-probability that the whole path is accepted.
         ends: Numbers of nodes at most 0, 1, 2, … deep.
     """
 
     parents: NDArray[np.int64]
     ranks: NDArray[np.int64]
-    depths: NDArray[np.int64]
-    scores: NDArray[np.float32]
+    scores: Sequence[float]
     ends: Sequence[int]
 
     @classmethod
     def of(cls, shape: TreeShape, rates: Sequence[float]) -> Template:
         """Returns a shape with scores from the acceptance rates of its ranks."""
-        depths, ranks, logs = np.array(shape.depths), np.array(shape.ranks), np.log(rates)
-        values = [0.0]
+        logs, scores = np.log(rates).tolist(), [0.0]
         for parent, rank in zip(shape.parents[1:], shape.ranks[1:], strict=True):
-            values.append(values[parent] + float(logs[rank]))
-        return cls(
-            parents=np.array(shape.parents),
-            ranks=ranks,
-            depths=depths,
-            scores=np.array(values, dtype=np.float32),
-            ends=np.searchsorted(depths, np.arange(shape.depth + 1), side="right").tolist(),
-        )
+            scores.append(scores[parent] + logs[rank])
+        ends = np.searchsorted(shape.depths, np.arange(shape.depth + 1), side="right").tolist()
+        return cls(parents=np.array(shape.parents), ranks=np.array(shape.ranks), scores=scores, ends=ends)
 
-    def fill(self, matrix: SuccessorMatrix, root: int, max_depth: int, max_nodes: int) -> Filled:
-        """Returns a sequence's tree of the known successors."""
+    def fill(
+        self, matrix: SuccessorMatrix, root: int, max_depth: int, max_nodes: int
+    ) -> tuple[TreeRow, Sequence[float]]:
+        """Returns a sequence's tree of the known successors, and the scores of its nodes."""
         depth = min(max_depth, len(self.ends) - 1)
         count = min(self.ends[depth], max_nodes)
         levels = [slice(begin, min(end, count)) for begin, end in zip(self.ends[:depth], self.ends[1:], strict=False)]
         tokens = matrix.fill(root, self.parents[:count], self.ranks[:count], levels)
-        kept = tokens >= 0
-        if kept.all():
-            return Filled(tokens, self.parents[:count], self.depths[:count], self.scores[:count])
-        place = kept.cumsum() - 1
-        parents = np.where(self.parents[:count] >= 0, place[self.parents[:count]], -1)
-        return Filled(tokens[kept], parents[kept], self.depths[:count][kept], self.scores[:count][kept])
+        parents, scores, is_known = self.parents[:count], self.scores[:count], tokens >= 0
+        if not is_known.all():
+            index = np.append(is_known.cumsum() - 1, -1)  # of each node among the known ones; the root has parent -1
+            tokens, parents = tokens[is_known], index[parents[is_known]]
+            scores = list(compress(scores, is_known))
+        return TreeRow(tokens.tolist(), parents.tolist()), scores
 
 
 class RecyclingDrafter:
@@ -201,9 +178,9 @@ class RecyclingDrafter:
         self._options, self._num_ranks = options, options.num_successors
         self._shape = options.fixed_shape
         self.reads = TargetReads(top_k=self._num_ranks)
-        self.nodes_by_depth: Sequence[int] = (1, *[options.max_nodes] * options.chain_len)
+        self.nodes_by_depth = options.nodes_by_depth
         if self._shape is not None:
-            self.nodes_by_depth = [self._shape.truncated(depth).num_nodes for depth in range(self._shape.depth + 1)]
+            self.nodes_by_depth = [shape.num_nodes for shape in by_depth(self._shape)]
         self._rates = RankRates(self._num_ranks)
         self._num_commits = 0
         self._template = self._best_template()
@@ -223,31 +200,13 @@ class RecyclingDrafter:
 
     def propose(self, context: DraftContext) -> TokenTree:
         """Returns the tree with the greatest acceptance by rank, filled with the successors of each root."""
+        each = zip(context.slots, context.roots, context.max_depth, context.max_nodes, strict=True)
         filled = [
             self._template.fill(self._matrices[slot], root, max(depth, 0), min(nodes, self.nodes_by_depth[-1]))
-            for slot, root, depth, nodes in zip(
-                context.slots, context.roots, context.max_depth, context.max_nodes, strict=True
-            )
+            for slot, root, depth, nodes in each
         ]
-        counts, deepest = [len(tree.tokens) for tree in filled], [int(tree.depths[-1]) for tree in filled]
-        packed = np.zeros((3, len(filled), max(counts)), dtype=np.int64)
-        packed[1] = -1
-        scores = np.zeros(packed.shape[1:], dtype=np.float32)
-        for row, (count, each) in enumerate(zip(counts, filled, strict=True)):
-            packed[:, row, :count] = each[:3]
-            scores[row, :count] = each.scores
-        tokens, parents, depths = torch.from_numpy(packed).to(self._device).unbind()
-        tree = TokenTree(
-            tokens=tokens,
-            parents=parents,
-            depths=depths,
-            num_nodes=integers_on(counts, self._device),
-            max_depth=max(deepest),
-            scores=torch.from_numpy(scores).to(self._device),
-            host_facts=HostFacts(
-                roots=context.roots, depths=deepest, num_nodes=counts, num_tokens=int(packed[0].max()) + 1
-            ),
-        )
+        rows, scores = zip(*filled, strict=True)
+        tree = TokenTree.from_rows(rows, scores=scores, device=self._device)
         return tree if self._options.pruning is None else pruned(tree, self._options.pruning)
 
     def continue_from(self, slot: int, tokens: Sequence[int], path: Sequence[int], depth: int) -> list[int]:
@@ -311,6 +270,4 @@ class RecyclingDrafter:
         return matrix
 
 
-def create(options: Options) -> Drafter:
-    """See `foretoken.drafters.registry`."""
-    return RecyclingDrafter(options)
+create: Callable[[Options], Drafter] = RecyclingDrafter  # see `foretoken.drafters.registry`

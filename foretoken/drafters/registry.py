@@ -23,17 +23,16 @@ from foretoken.drafters.base import DrafterOptions
 from foretoken.heads import head_methods
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     from foretoken.drafters.base import Drafter
     from foretoken.models.loaded import LoadedModel
 
 _GROUP = "foretoken.drafters"
-_Dated = tuple[tuple[str, int | None], ...]  # folders, and when each has changed
-# Files that methods share, and those of methods of `heads`, which holds all methods with a network.
+# Files that methods share, and one of a method of `heads`, which holds all methods with a network.
 _SHARED = {
-    "base", "captured", "datastore", "draft_tokens", "falcon", "guesses", "head_drafter", "head_features", "heads",
-    "levels", "native", "registry", "self_drafts", "spire", "suffix_tree", "text_draft", "vocabularies", "windows",
+    "base", "falcon", "head_drafter", "head_features", "heads", "levels", "native", "partial_reads", "registry", "self_drafts",
+    "suffix_tree", "text_draft", "vocabularies",
 }  # fmt: skip
 # A tool of benchmarks that needs the answer: by its exact name only.
 _TOOLS = {"oracle"}
@@ -58,31 +57,22 @@ def known_methods() -> list[str]:
 
 
 def _files() -> set[str]:
-    return _modules(_dated(foretoken.drafters.__path__)) - _SHARED
-
-
-@lru_cache(maxsize=1)
-def _modules(search_path: _Dated) -> set[str]:
-    return {module.name for module in pkgutil.iter_modules([place for place, _ in search_path])}
+    return {module.name for module in pkgutil.iter_modules(foretoken.drafters.__path__)} - _SHARED
 
 
 def _installed() -> Mapping[str, str]:
-    return _entry_points(_dated(sys.path))
+    return _entry_points(tuple((path, _changed_at(path)) for path in sys.path))
 
 
 @lru_cache(maxsize=1)
-def _entry_points(search_path: _Dated) -> Mapping[str, str]:  # noqa: ARG001 - the key
+def _entry_points(search_path: tuple[tuple[str, int | None], ...]) -> Mapping[str, str]:  # noqa: ARG001 - the key
     """Reads the metadata of every installed package, which takes 40 ms; cached until a folder on the path changes."""
     return {point.name: point.value for point in entry_points(group=_GROUP)}
 
 
-def _dated(places: Iterable[str]) -> _Dated:
-    return tuple((place, _changed_at(place)) for place in places)
-
-
-def _changed_at(place: str) -> int | None:
+def _changed_at(path: str) -> int | None:
     try:
-        return Path(place).stat().st_mtime_ns
+        return Path(path).stat().st_mtime_ns
     except OSError:
         return None
 
@@ -134,10 +124,7 @@ def unknown_method(method: object, also: Sequence[str] = ()) -> str:
 def create_drafter(options: DrafterOptions, model: LoadedModel) -> Drafter:
     """Makes the drafter that the options describe; `attach` loads its weights."""
     module = _module(options.method)
-    if hasattr(module, "create_for"):
-        drafter: Drafter = module.create_for(options, model)
-    else:
-        drafter = module.create(options)
+    drafter: Drafter = module.create_for(options, model) if hasattr(module, "create_for") else module.create(options)
     return drafter
 
 

@@ -30,22 +30,20 @@ from foretoken.core.errors import ConfigError
 from foretoken.core.token_tree import TokenTree
 from foretoken.decoder.quantized import bytes_per_weight
 from foretoken.decoder.quantized_modules import QuantizedModule
-from foretoken.drafters.base import TargetReads
-from foretoken.drafters.guesses import Lookups, ModelGuesses
-from foretoken.drafters.levels import QuantizationOption, draft_runner
-from foretoken.drafters.self_drafts import SelfDrafts, SelfOptions, runner_of
-from foretoken.drafters.windows import PartialRows
+from foretoken.drafters.base import TargetReads, by_depth
+from foretoken.drafters.partial_reads import PartialRows, QuantizationOption, draft_runner
+from foretoken.drafters.self_drafts import Lookups, ModelGuesses, SelfDrafts, SelfOptions, runner_of
 from foretoken.trees.choices import TreeShape
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from torch import nn
 
     from foretoken.decoder.quantized import Quantization
     from foretoken.decoder.slot_cache import SlotCache
     from foretoken.drafters.base import Committed, DraftContext, Drafter, DraftRequest, TargetHandle
-    from foretoken.drafters.guesses import Guesses
+    from foretoken.drafters.self_drafts import Guesses
     from foretoken.models.loaded import LoadedModel
     from foretoken.trees.dynamic import AnyShape
 
@@ -140,8 +138,8 @@ class SparseKvDrafter:
         options, model = self._options, target.model
         if (options.exit_layer or 1) > model.num_layers:
             raise ConfigError(
-                f"exit_layer is {options.exit_layer}, and '{target.name}' has {model.num_layers} blocks. Expected no "
-                "more."
+                f"exit_layer is {options.exit_layer}, and '{target.name}' has {model.num_layers} blocks. Expected at "
+                f"most {model.num_layers}."
             )
         self._target, self._num_layers = target, options.exit_layer or model.num_layers
         self._take_shape(shape := options.language_model_shape(lambda: target.costs))
@@ -159,7 +157,7 @@ class SparseKvDrafter:
         self._costs = DraftBytes.of(model, cache, self._num_layers, quantization=runner.quantization)
 
     def _take_shape(self, shape: AnyShape) -> None:
-        self._shapes = [shape.truncated(depth) for depth in range(shape.depth + 1)]
+        self._shapes = by_depth(shape)
         self.nodes_by_depth: Sequence[int] = [each.num_nodes for each in self._shapes]
 
     def begin(self, slot: int, request: DraftRequest) -> None:
@@ -169,7 +167,7 @@ class SparseKvDrafter:
             self._guesses.begin(slot, request)
 
     def propose(self, context: DraftContext) -> TokenTree:
-        """Returns trees, or roots alone where the modelled speed-up is below 1.1 and the engine chooses the depth."""
+        """Returns trees; roots alone if the engine chooses the depth and the modelled speed-up is below 1.1."""
         if self._options.is_adaptive:
             lengths = [len(tokens) - 1 for tokens in context.tokens]
             if self.modelled_speedup(lengths) < _LEAST_SPEEDUP:
@@ -266,6 +264,4 @@ def greatest(weights: Tensor, count: int) -> Tensor:
     return torch.from_numpy(np.sort(found, axis=-1))
 
 
-def create(options: Options) -> Drafter:
-    """See `foretoken.drafters.registry`."""
-    return SparseKvDrafter(options)
+create: Callable[[Options], Drafter] = SparseKvDrafter  # see `foretoken.drafters.registry`

@@ -17,23 +17,22 @@ from functools import lru_cache
 from heapq import heappop, heappush
 from itertools import islice
 from operator import itemgetter
-from typing import TYPE_CHECKING, ClassVar, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
-from foretoken.core.checks import shown
-from foretoken.core.errors import ConfigError
 from foretoken.core.token_tree import TokenTree, TreeRow
-from foretoken.drafters.base import DrafterOptions, TargetReads
+from foretoken.drafters.base import LookupOptions, TargetReads
 from foretoken.drafters.suffix_tree import Match, SuffixMatches, SuffixTree
 from foretoken.trees.merge import pruned
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from foretoken.drafters.base import Committed, DraftContext, Drafter, DraftRequest, TargetHandle
 
 _SALT_BYTES = 256  # of a tree's entry, without the salt's characters
+_Result = TypeVar("_Result")
 
 
 @dataclass(slots=True, eq=False)
@@ -67,10 +66,7 @@ class SuffixPool:
         if salt not in self._trees:
             tree = self._trees[salt] = SuffixTree(self._max_depth)
             self.num_bytes += tree.num_bytes + _salt_bytes(salt)
-        tree = self._trees[salt]
-        before = tree.num_bytes
-        member = Member(salt, tree.begin())
-        self.num_bytes += tree.num_bytes - before
+        member = Member(salt, self._changed(self._trees[salt], SuffixTree.begin))
         self._members.append(member)
         self.extend(member, tokens)
         return member
@@ -78,29 +74,28 @@ class SuffixPool:
     def extend(self, member: Member, tokens: Sequence[int]) -> None:
         """Appends tokens to a sequence; does nothing if it was removed."""
         if member.is_present:
-            tree = self._trees[member.salt]
-            before = tree.num_bytes
-            tree.extend(member.sequence, tokens)
-            self.num_bytes += tree.num_bytes - before
+            self._changed(self._trees[member.salt], SuffixTree.extend, member.sequence, tokens)
             self._make_room()
 
     def close(self, member: Member) -> None:
         """Ends the growth of a sequence; does nothing if it was removed."""
         if member.is_present:
-            tree = self._trees[member.salt]
-            before = tree.num_bytes
-            tree.close(member.sequence)
-            self.num_bytes += tree.num_bytes - before
+            self._changed(self._trees[member.salt], SuffixTree.close, member.sequence)
             self._make_room()
+
+    def _changed(self, tree: SuffixTree, change: Callable[..., _Result], *arguments: Any) -> _Result:
+        """Changes a tree and counts the bytes; returns the result of the change."""
+        before = tree.num_bytes
+        result = change(tree, *arguments)
+        self.num_bytes += tree.num_bytes - before
+        return result
 
     def _make_room(self) -> None:
         while self._members and (len(self._members) > self._max_sequences or self.num_bytes > self._max_bytes):
             member = self._members.popleft()
             member.is_present = False
             tree = self._trees[member.salt]
-            before = tree.num_bytes
-            tree.drop_oldest()
-            self.num_bytes += tree.num_bytes - before
+            self._changed(tree, SuffixTree.drop_oldest)
             if not len(tree):
                 del self._trees[member.salt]
                 self.num_bytes -= tree.num_bytes + _salt_bytes(member.salt)
@@ -295,7 +290,7 @@ class _Growing:
         return self.most_depth - self.depths[node]
 
 
-class Options(DrafterOptions):
+class Options(LookupOptions):
     """Options of suffix decoding: vLLM's names and defaults, and a bound in bytes.
 
     Attributes:
@@ -307,8 +302,7 @@ class Options(DrafterOptions):
         suffix_decoding_min_token_prob: Least estimated probability of a drafted token's whole path.
     """
 
-    is_trusted: ClassVar[bool] = True
-    can_prune_tree: ClassVar[bool] = True
+    has_static_trees: ClassVar[bool] = False  # "tree" has the most frequent continuations
     prunable_by: ClassVar[frozenset[str]] = frozenset({"token_probability", "path_probability"})
 
     suffix_decoding_max_tree_depth: int = Field(default=24, ge=2, le=256)
@@ -316,16 +310,6 @@ class Options(DrafterOptions):
     suffix_decoding_max_cached_bytes: int = Field(default=256 << 20, ge=1, le=1 << 50)
     suffix_decoding_max_spec_factor: float = Field(default=1.0, ge=0.0, le=1000.0)
     suffix_decoding_min_token_prob: float = Field(default=0.1, ge=0.0, le=1.0)
-
-    @model_validator(mode="after")
-    def _own_tree(self) -> Self:
-        """Refuses static shapes: counts decide about the shape."""
-        if self.tree not in ("chain", "tree"):
-            raise ConfigError(
-                f"method '{self.method}' has no static trees, and 'tree' is {shown(self.tree)}. Expected \"chain\", or "
-                '"tree" for the most frequent continuations.'
-            )
-        return self
 
 
 class _Sequence:
@@ -339,7 +323,10 @@ class _Sequence:
 
 
 class SuffixDrafter:
-    """Proposes the most frequent continuations of the longest matches."""
+    """Proposes the most frequent continuations of the longest matches.
+
+    `pool` is shared by all requests; None if nothing is shared.
+    """
 
     name = "suffix"
     reads = TargetReads()
@@ -349,22 +336,15 @@ class SuffixDrafter:
         self._depth = options.suffix_decoding_max_tree_depth
         self._most_depth = min(options.chain_len, self._depth - 1)
         self._is_chain = options.tree == "chain"
-        self.nodes_by_depth: Sequence[int] = range(1, self._most_depth + 2)
-        if not self._is_chain:
-            self.nodes_by_depth = (1, *[options.max_nodes] * self._most_depth)
-        self._pool: SuffixPool | None = None
+        self.nodes_by_depth = options.nodes_by_depth[: self._most_depth + 1]
+        self.pool: SuffixPool | None = None
         if options.suffix_decoding_max_cached_requests:
-            self._pool = SuffixPool(
+            self.pool = SuffixPool(
                 self._depth,
                 max_sequences=options.suffix_decoding_max_cached_requests,
                 max_bytes=options.suffix_decoding_max_cached_bytes,
             )
         self._sequences: dict[int, _Sequence] = {}
-
-    @property
-    def pool(self) -> SuffixPool | None:
-        """The shared pool; None if nothing is shared."""
-        return self._pool
 
     def attach(self, target: TargetHandle) -> None:
         """Stores the device on which trees are made."""
@@ -377,12 +357,8 @@ class SuffixDrafter:
 
     def propose(self, context: DraftContext) -> TokenTree:
         """Returns the best draft of each sequence's own tree and of the pool's."""
-        drafts = [
-            self._draft(slot, tokens, depth, nodes)
-            for slot, tokens, depth, nodes in zip(
-                context.slots, context.tokens, context.max_depth, context.max_nodes, strict=True
-            )
-        ]
+        each = zip(context.slots, context.tokens, context.max_depth, context.max_nodes, strict=True)
+        drafts = [self._draft(slot, tokens, depth, nodes) for slot, tokens, depth, nodes in each]
         rows = [
             TreeRow([root, *draft.tokens], [-1, *draft.parents])
             for root, draft in zip(context.roots, drafts, strict=True)
@@ -407,8 +383,8 @@ class SuffixDrafter:
     def release(self, slot: int) -> None:
         """Forgets the sequence; its output stays in the pool, finished or not."""
         sequence = self._sequences.pop(slot, None)
-        if sequence is not None and sequence.member is not None and self._pool is not None:
-            self._pool.close(sequence.member)
+        if sequence is not None and sequence.member is not None and self.pool is not None:
+            self.pool.close(sequence.member)
 
     def _draft(self, slot: int, tokens: Sequence[int], depth: int, max_nodes: int) -> SuffixDraft:
         sequence = self._known(slot, tokens)
@@ -425,7 +401,7 @@ class SuffixDrafter:
     def _sources(self, sequence: _Sequence, text: array[int]) -> list[SuffixMatches]:
         """Returns the matches of a text's end in the text itself and in the pool; the text begins with the sequence."""
         sources = [SuffixMatches(sequence.tree, text, sequence.text.num_counted)]
-        shared = None if self._pool is None else self._pool.tree(sequence.salt)
+        shared = None if self.pool is None else self.pool.tree(sequence.salt)
         return sources if shared is None else [*sources, SuffixMatches(shared, text)]
 
     def _limits(self, depth: int, max_nodes: int) -> DraftLimits:
@@ -441,14 +417,12 @@ class SuffixDrafter:
         first = max(sequence.num_prompt - len(sequence.text.tokens), 0)  # the first new token that is no prompt token
         sequence.tree.extend(0, tokens)
         output = tokens[first:]
-        if self._pool is None or not output:
+        if self.pool is None or not output:
             return
         if sequence.member is None:
-            sequence.member = self._pool.add(sequence.salt, output)
+            sequence.member = self.pool.add(sequence.salt, output)
         else:
-            self._pool.extend(sequence.member, output)
+            self.pool.extend(sequence.member, output)
 
 
-def create(options: Options) -> Drafter:
-    """See `foretoken.drafters.registry`."""
-    return SuffixDrafter(options)
+create: Callable[[Options], Drafter] = SuffixDrafter  # see `foretoken.drafters.registry`

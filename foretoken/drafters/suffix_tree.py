@@ -69,6 +69,7 @@ class SuffixTree:
 
     Attributes:
         max_depth: Longest run that is counted.
+        root: The node of the empty run; counts all suffixes.
         num_bytes: Size of the tree, sequences included: dictionaries and arrays by `sys.getsizeof`, upper bounds for
             the rest, nothing for the allocator.
     """
@@ -76,18 +77,13 @@ class SuffixTree:
     def __init__(self, max_depth: int) -> None:
         """Makes an empty tree; max_depth: at least 1."""
         self.max_depth = max_depth
-        self._root = Node(0, 0, 0, {})
+        self.root = Node(0, 0, 0, {})
         self._texts: dict[int, Text] = {}  # oldest first
         self._next = 0
-        self.num_bytes = _NODE_BYTES + getsizeof(self._root.children) + _SEQUENCE_BYTES
+        self.num_bytes = _NODE_BYTES + getsizeof(self.root.children) + _SEQUENCE_BYTES
 
     def __len__(self) -> int:
         return len(self._texts)
-
-    @property
-    def root(self) -> Node:
-        """The node of the empty run; counts all suffixes."""
-        return self._root
 
     def begin(self) -> int:
         """Adds a sequence without tokens and returns its number; numbers rise."""
@@ -128,7 +124,7 @@ class SuffixTree:
 
     def find(self, run: array[int]) -> Branch | None:
         """Returns the branch that a run of tokens leads to, or into; None if the run does not occur."""
-        branch: Branch = self._root
+        branch: Branch = self.root
         depth, length = 0, len(run)
         while depth < length:
             if isinstance(branch, int):
@@ -156,7 +152,7 @@ class SuffixTree:
         return self._texts[branch.place >> _OFFSET_BITS].tokens, branch.place & _OFFSET, branch.depth
 
     def likely_children(self, node: Node, least: float) -> Collection[tuple[int, Branch]]:
-        """Returns first tokens and branches of the children with a count of at least `least`, and at most some others.
+        """Returns first tokens and branches of the children with a count of at least `least`, perhaps among others.
 
         If `least` is at least `node.count` / `FREQUENT_SHARE`, the time depends on the number of results alone.
         """
@@ -176,7 +172,7 @@ class SuffixTree:
     def _insert(self, place: int, tokens: array[int], offset: int) -> None:
         """Counts the suffix at an offset of a sequence; place: sequence and offset in one number."""
         length = min(self.max_depth, len(tokens) - offset)
-        node, depth = self._root, 0
+        node, depth = self.root, 0
         node.count += 1
         while depth < length:
             token = tokens[offset + depth]
@@ -227,7 +223,7 @@ class SuffixTree:
             node.frequent = {each for each in node.frequent if count_of(node.children[each]) >= bound}
 
     def _remove(self, tokens: array[int], offset: int, length: int) -> None:
-        above, edge, node, depth = self._root, 0, self._root, 0
+        above, edge, node, depth = self.root, 0, self.root, 0
         while True:
             node.count -= 1
             node.frequent = None  # other children may be frequent now
@@ -247,7 +243,7 @@ class SuffixTree:
                 return
             above, edge, node, depth = node, token, child, child.depth
         only = next(iter(node.children.values())) if len(node.children) == 1 else 0
-        if isinstance(only, Node) and only.count == node.count and node is not self._root:
+        if isinstance(only, Node) and only.count == node.count and node is not self.root:
             above.children[edge] = only
             self.num_bytes -= self._size(node)
 

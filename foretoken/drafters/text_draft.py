@@ -15,16 +15,16 @@ import torch
 
 from foretoken.core.token_tree import TokenTree, TreeRow
 from foretoken.drafters.base import TargetReads
-from foretoken.drafters.levels import DraftLevels, KeptDraws, QuantizationOption, draft_runner
+from foretoken.drafters.levels import DraftLevels, KeptDraws
+from foretoken.drafters.partial_reads import PartialRows, draft_runner
 from foretoken.drafters.vocabularies import shared_specials
-from foretoken.drafters.windows import PartialRows
 from foretoken.trees.choices import TreeShape
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from foretoken.drafters.base import Committed, DraftContext, DraftRequest, TargetHandle
-    from foretoken.drafters.draft_tokens import DraftTokens
+    from foretoken.drafters.partial_reads import WeightOptions
     from foretoken.drafters.vocabularies import Piece, Vocabulary
     from foretoken.models.loaded import LoadedModel
 
@@ -77,7 +77,7 @@ class Retokenizer:
     def _behind(self, committed: Sequence[int], data: bytes) -> list[Piece]:
         before = b""
         for token in reversed(committed[-_LOOK_BEHIND:]):
-            spelling = self.target.spellings[token] if token < len(self.target.spellings) else None
+            spelling = self.target.spelling(token)
             if spelling is None:
                 break
             before = spelling + before
@@ -109,7 +109,7 @@ class DraftText:
         earlier, data = self.ids[start:], b"".join(part or b"" for part in self._parts[start:])
         new: list[tuple[int, bytes | None]] = []
         for token in tokens[self._num_read :]:
-            spelling = target.spellings[token] if token < len(target.spellings) else None
+            spelling = target.spelling(token)
             if spelling is None:
                 new += draft.encode(data)
                 data = b""
@@ -156,22 +156,14 @@ class TextDraftDrafter:
 
     def __init__(
         self,
+        options: WeightOptions,
         load: Callable[[TargetHandle], LoadedModel],
         vocabularies: Callable[[TargetHandle, LoadedModel], tuple[Vocabulary, Vocabulary]],
-        *,
-        chain_len: int,
-        quantization: QuantizationOption,
-        choose_tokens: Callable[[LoadedModel], DraftTokens | None],
     ) -> None:
-        """Makes a drafter; `attach` loads the model.
-
-        Args:
-            chain_len: Most tokens of a chain, of each vocabulary.
-            choose_tokens: Returns the tokens that the model drafts, None for all.
-        """
-        self._load, self._vocabularies, self._quantization = load, vocabularies, quantization
-        self._chain_len, self._choose_tokens = chain_len, choose_tokens
-        self.nodes_by_depth: Sequence[int] = range(1, chain_len + 2)
+        """Makes a drafter; `attach` loads the model."""
+        self._options, self._load, self._vocabularies = options, load, vocabularies
+        self._chain_len = options.chain_len  # of each vocabulary
+        self.nodes_by_depth: Sequence[int] = range(1, self._chain_len + 2)
         self._texts: dict[int, DraftText] = {}
         self._draws = KeptDraws("greedy")
 
@@ -184,8 +176,8 @@ class TextDraftDrafter:
         model = self._load(target)
         self._retokenizer = Retokenizer(*self._vocabularies(target, model))
         self._device = target.device
-        drafted = self._choose_tokens(model)
-        self._runner = draft_runner(model, target, self._chain_len + 1, self._quantization, drafted=drafted)
+        drafted = self._options.drafted_tokens(model)
+        self._runner = draft_runner(model, target, self._chain_len + 1, self._options.quantization, drafted=drafted)
         rows = PartialRows.own(self._runner.cache, self._chain_len + 1)
         self._levels = DraftLevels(self._runner, rows, vocab_size=self._runner.vocab_size, drafted=drafted)
 
@@ -207,14 +199,13 @@ class TextDraftDrafter:
         active = [row for row, depth in enumerate(room) if depth > 0]
         if not active:
             return TokenTree.roots(context.roots, device=self._device)
-        slots = [context.slots[row] for row in active]
-        drafts = self._written(context, active, slots, max(room))
+        drafts = self._written(context, active, max(room))
         rows, scores = [TreeRow([root], [-1]) for root in context.roots], [[0.0] for _ in context.roots]
-        for row, draft in zip(active, drafts, strict=True):
-            chain = self._retokenizer.chain(context.tokens[row], draft.tokens[: room[row]])
+        for row, (written, log_probs) in zip(active, drafts, strict=True):
+            chain = self._retokenizer.chain(context.tokens[row], written[: room[row]])
             kept = chain[: min(context.max_depth[row], self._chain_len)]
             rows[row] = TreeRow([context.roots[row], *(node.token for node in kept)], range(-1, len(kept)))
-            scores[row] += (draft.scores[node.num_drafted - 1] for node in kept)
+            scores[row] += (log_probs[node.num_drafted - 1] for node in kept)
         return TokenTree.from_rows(rows, scores=scores, device=self._device)
 
     def commit(self, committed: Committed) -> None:
@@ -224,8 +215,12 @@ class TextDraftDrafter:
         """Forgets the sequence, except its KV rows."""
         self._texts.pop(slot, None)
 
-    def _written(self, context: DraftContext, rows: Sequence[int], slots: Sequence[int], depth: int) -> list[_Written]:
-        """Returns what the draft model writes after some sequences, `depth` tokens each; synchronises once."""
+    def _written(self, context: DraftContext, rows: Sequence[int], depth: int) -> list[tuple[list[int], list[float]]]:
+        """Returns what the draft model writes after some sequences, `depth` tokens each; synchronises once.
+
+        With the log-probability of each token and all before it.
+        """
+        slots = [context.slots[row] for row in rows]
         texts = [self._texts[slot].ids for slot in slots]
         _, draws = self._draws.of(context, rows, self._runner.device)
         roots = torch.tensor([ids[-1] for ids in texts], device=self._runner.device)
@@ -233,11 +228,4 @@ class TextDraftDrafter:
         tree = expansion.finish(range(len(rows)), [depth] * len(rows), [ids[-1] for ids in texts])
         assert tree.scores is not None, "expansions score"
         both = torch.stack([tree.tokens.double(), tree.scores.double()], dim=1)[:, :, 1:].tolist()
-        return [_Written([int(token) for token in tokens], scores) for tokens, scores in both]
-
-
-class _Written(NamedTuple):
-    """A draft model's tokens after a text; `scores`: log-probability of each token and all before it."""
-
-    tokens: list[int]
-    scores: list[float]
+        return [([int(token) for token in tokens], scores) for tokens, scores in both]

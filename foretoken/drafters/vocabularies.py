@@ -89,12 +89,16 @@ class Vocabulary:
             if token < size and token not in self.specials:
                 data = text.encode() if token in added else rules.spelling(text)
                 spellings[token] = data
-                if data and (data not in self.ids or _BYTE_TOKEN.fullmatch(self._text(self.ids[data]))):
+                if data and (data not in self.ids or _BYTE_TOKEN.fullmatch(self._backend.id_to_token(self.ids[data]))):
                     self.ids[data] = token
         self.spellings: Sequence[bytes | None] = spellings
         self._longest = max(map(len, self.ids), default=0)
         known = (tokenizer.unk_token_id, self.eos, self.bos, 0)
         self.stand_in: int = next(token for token in known if token is not None and token < size)
+
+    def spelling(self, token: int) -> bytes | None:
+        """Returns the bytes of an id; None for special tokens and ids without a token."""
+        return self.spellings[token] if token < len(self.spellings) else None
 
     def encode(self, data: bytes) -> list[Piece]:
         """Returns tokens that together spell some bytes: the tokenizer's own if the bytes are characters."""
@@ -108,7 +112,7 @@ class Vocabulary:
 
     def _tokenized(self, text: str, data: bytes) -> list[Piece] | None:
         ids = self._backend.encode(text, add_special_tokens=False).ids
-        pieces = [Piece(token, self.spellings[token] or b"" if token < len(self.spellings) else b"") for token in ids]
+        pieces = [Piece(token, self.spelling(token) or b"") for token in ids]
         return pieces if b"".join(piece.data for piece in pieces) == data and all(p.data for p in pieces) else None
 
     def _longest_tokens(self, data: bytes) -> Iterator[Piece]:
@@ -118,9 +122,6 @@ class Vocabulary:
             end = next((end for end in ends if data[start:end] in self.ids), start + 1)
             yield Piece(self.ids.get(data[start:end], self.stand_in), data[start:end])
             start = end
-
-    def _text(self, token: int) -> str:
-        return str(self._backend.id_to_token(token))
 
 
 class _Rules(NamedTuple):
@@ -218,8 +219,7 @@ class VocabularyMap:
         """Returns the draft model's ids of a token of the target, at least one; of its bytes if it is not shared."""
         ids = self._translated.get(token)
         if ids is None:
-            spelling = self._target.spellings[token] if token < len(self._target.spellings) else None
-            pieces = self._draft.encode(spelling or b"")
+            pieces = self._draft.encode(self._target.spelling(token) or b"")
             ids = self._translated[token] = tuple(piece.token for piece in pieces) or (self._draft.stand_in,)
         return ids
 
@@ -228,7 +228,7 @@ class VocabularyMap:
         ids: list[int] = []
         data = b""
         for token in tokens:
-            spelling = self._target.spellings[token] if token < len(self._target.spellings) else None
+            spelling = self._target.spelling(token)
             if spelling is None:
                 ids += [*(piece.token for piece in self._draft.encode(data)), *self.translated(token)]
                 data = b""
@@ -320,7 +320,7 @@ class DraftModelFiles:
     def check_vocabulary(self, target: str | None, match: VocabMatch | None) -> None:
         """Compares the vocabulary with the target's before any weights are read, as `vocabulary_map` does later.
 
-        `target` is a place, or None for a target in memory, which is left to `vocabulary_map`; so are files without a
+        `target` is a path, or None for a target in memory, which is left to `vocabulary_map`; so are files without a
         list of tokens. Raises `ConfigError` if the vocabularies differ and `match` is "same".
         """
         known = [listed_tokens(each) for each in (target or "", self.name)]

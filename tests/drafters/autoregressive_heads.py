@@ -70,9 +70,9 @@ def directory(kind: str, seed: int = 0) -> Path:
                 torch.nn.init.normal_(parameter, mean=1.0, std=0.2)
         if head.token_map is not None:
             head.token_map = torch.randperm(target().vocab_size)[: len(head.token_map)].sort()[0]
-    place = Path(tempfile.mkdtemp(prefix="foretoken-autoregressive-"))
-    native.write_checkpoint(HeadCheckpoint.of_head(head, target=TargetFingerprint.of(target())), place)
-    return place
+    path = Path(tempfile.mkdtemp(prefix="foretoken-autoregressive-"))
+    native.write_checkpoint(HeadCheckpoint.of_head(head, target=TargetFingerprint.of(target())), path)
+    return path
 
 
 def drafter(kind: str, changes: Mapping[str, Any] | None = None, **options: Any) -> AutoregressiveDrafter:

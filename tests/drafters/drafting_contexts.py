@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import random
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,9 +12,11 @@ from tiny_models import VOCAB_SIZE
 
 from foretoken import SamplingParams
 from foretoken.core.errors import PassError
-from foretoken.core.token_tree import TokenTree
+from foretoken.core.records import AskedDrafter, SequenceStep, StageSeconds, StepRecord
+from foretoken.core.token_tree import TokenTree, TreeRow
 from foretoken.drafters.base import DraftContext, DraftRequest, TargetHandle, Verified
 from foretoken.runner.costs import CostCurve
+from foretoken.runner.runner import Runner
 from foretoken.sampling.batch import SamplingBatch, SamplingRequest
 
 
@@ -71,6 +74,46 @@ def continued(lookup: Any, tokens: list[int], path: list[int], depth: int, *, is
     assert not is_kept or pickle.dumps(vars(lookup)) == kept
     assert lookup.propose(context([tokens])).rows() == drafted
     return first
+
+
+def accepted(tree: TreeRow, how: str, draw: random.Random) -> list[int]:
+    """Tokens that a pass commits: a path down the tree and one token more."""
+    node, path = 0, []
+    while how != "nothing":
+        children = [child for child, parent in enumerate(tree.parents) if parent == node]
+        if not children or (how == "some" and draw.random() < 0.4):
+            break
+        node = draw.choice(children)
+        path.append(tree.tokens[node])
+    return [*path, draw.randrange(VOCAB_SIZE)]
+
+
+def assert_fresh(runner: Runner, slot: int, ids: Sequence[int], fresh: Runner, **tolerance: float) -> None:
+    """Checks that a slot's rows up to and with the root are those of a prefill in another cache."""
+    fresh.prefill(0, ids, 0)
+    for ours, theirs in ((runner.cache.keys, fresh.cache.keys), (runner.cache.values, fresh.cache.values)):
+        for mine, other in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(mine[slot, :, : len(ids)], other[0, :, : len(ids)], **tolerance)
+
+
+def step(tokens: Sequence[int], num_drafted: int = 0, **more: Any) -> SequenceStep:
+    """A sequence that emitted some tokens, all but the last of them drafted; a chain unless said otherwise."""
+    values: dict[str, Any] = {
+        "request_id": "", "num_drafted": num_drafted, "tree_depth": num_drafted, "num_accepted": len(tokens) - 1,
+        "num_emitted": len(tokens), "tokens": tokens, "accepted_by": {},
+    }  # fmt: skip
+    return SequenceStep(**{**values, **more})
+
+
+def record(
+    steps: Sequence[SequenceStep], num_tokens: int, *drafts: Sequence[Any], verify: float = 1.0, **more: Any
+) -> StepRecord:
+    """An iteration; drafts: index, depth, seconds and perhaps missed tokens of each drafter that was asked."""
+    names = ("index", "depth", "seconds", "num_missed")
+    asked = [AskedDrafter(name="d", **dict(zip(names, each, strict=False))) for each in drafts]
+    spent = StageSeconds(draft=sum(each.seconds for each in asked), verify=verify)
+    values: dict[str, Any] = {"sequences": steps, "num_tokens": num_tokens, "asked": asked, "seconds": spent}
+    return StepRecord(**{**values, **more})
 
 
 def context(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from unittest import mock
 import pytest
 import torch
 from drafters.autoregressive_heads import KINDS, SHAPES, Texts, directory, drafter, poison, stored_rows, target
-from drafters.drafting_contexts import context
+from drafters.drafting_contexts import accepted, context
 from pairwise import slow_products
 from tiny_models import VOCAB_SIZE, tiny_model
 
@@ -32,18 +32,6 @@ from tests.tree_checks import check_tree
 
 GREEDY, SAMPLED = SamplingParams(temperature=0.0), SamplingParams(temperature=0.7)
 SAME = {"rtol": 1e-4, "atol": 1e-4}  # float32, in another order than torch's
-
-
-def accepted(tree: TreeRow, how: str, draw: random.Random) -> list[int]:
-    """Tokens that a pass commits: a path down the tree and one token more."""
-    node, path = 0, []
-    while how != "nothing":
-        children = [child for child, parent in enumerate(tree.parents) if parent == node]
-        if not children or (how == "some" and draw.random() < 0.4):
-            break
-        node = draw.choice(children)
-        path.append(tree.tokens[node])
-    return [*path, draw.randrange(VOCAB_SIZE)]
 
 
 def words(draw: random.Random, length: int) -> list[int]:
@@ -82,42 +70,51 @@ HISTORIES = [
 ]
 
 
-@pytest.mark.parametrize(("kind", "shape", "how"), HISTORIES)
-def test_after_any_history_cache_and_drafts_are_those_of_the_text(kind: str, shape: str, how: str) -> None:
-    """Ragged batches, proposals thrown away, iterations without one, slots begun anew, prompts of several chunks."""
-    made, texts, draw = drafter(kind, **SHAPES[shape]), Texts(kind), random.Random(f"{kind} {shape} {how}")
+def live_through(made: Any, texts: Texts, how: str, draw: random.Random, spoil: Callable[[Any], None]) -> Iterator[int]:
+    """Ragged batches, proposals thrown away, iterations without one, slots begun anew, prompts of several chunks.
+
+    Yields the slot of every sequence that was drafted for, whose scores are right. `spoil` writes NaN over all rows
+    that are not committed.
+    """
     slots, params = [4, 0, 2], [GREEDY, SAMPLED, GREEDY]
     for slot, length in zip(slots, (2, 3, 45), strict=True):
         texts.begin([made], slot, words(draw, length))
+    for round_ in range(8):
+        texts.commit([made], slots, most=30 if round_ == 0 else 10_000)  # a prompt may come in parts
+        texts.commit([made], slots)
+        spoil(made)
+        held = [texts.texts[slot] for slot in slots]
+        depth = [draw.choice([0, 1, 2, 8]) for _ in slots] if round_ % 3 else [8, 8, 8]
+        if round_ % 4 == 1:
+            made.propose(context(held, max_depth=[3, 0, 8], params=params, slots=slots))  # never verified
+            spoil(made)
+        if round_ % 4 == 3:  # the engine does not draft
+            for slot in slots:
+                texts.texts[slot] += words(draw, 2)
+            continue
+        tree = made.propose(context(held, max_depth=depth, params=params, slots=slots))
+        check_tree(tree)
+        for row, (slot, most) in enumerate(zip(slots, depth, strict=True)):
+            assert int(tree.depths[row].max()) <= most
+            if most:
+                assert tree.num_nodes[row] > 1
+                assert_scores(tree, row, texts, slot, params[row].temperature or 1.0)
+                yield slot
+        for row, slot in zip(tree.rows(), slots, strict=True):
+            texts.texts[slot] += accepted(row, how, draw)
+        if round_ == 4:
+            made.release(slots[1])
+            texts.begin([made], slots[1], words(draw, 50))
+
+
+@pytest.mark.parametrize(("kind", "shape", "how"), HISTORIES)
+def test_after_any_history_cache_and_drafts_are_those_of_the_text(kind: str, shape: str, how: str) -> None:
+    made, texts, draw = drafter(kind, **SHAPES[shape]), Texts(kind), random.Random(f"{kind} {shape} {how}")
     with mock.patch.object(head_features, "CHUNK", 16):
-        for round_ in range(8):
-            texts.commit([made], slots, most=30 if round_ == 0 else 10_000)  # a prompt may come in parts
-            texts.commit([made], slots)
-            poison(made)
-            held = [texts.texts[slot] for slot in slots]
-            depth = [draw.choice([0, 1, 2, 8]) for _ in slots] if round_ % 3 else [8, 8, 8]
-            if round_ % 4 == 1:
-                made.propose(context(held, max_depth=[3, 0, 8], params=params, slots=slots))  # never verified
-                poison(made)
-            if round_ % 4 == 3:  # the engine does not draft
-                for slot in slots:
-                    texts.texts[slot] += words(draw, 2)
-                continue
-            tree = made.propose(context(held, max_depth=depth, params=params, slots=slots))
-            check_tree(tree)
-            for row, (slot, most) in enumerate(zip(slots, depth, strict=True)):
-                assert int(tree.depths[row].max()) <= most
-                if most:
-                    assert tree.num_nodes[row] > 1
-                    length = len(texts.texts[slot]) - 1
-                    for ours, expected in zip(stored_rows(made, slot, length), texts.rows(slot), strict=True):
-                        torch.testing.assert_close(ours, expected, **SAME)
-                    assert_scores(tree, row, texts, slot, params[row].temperature or 1.0)
-            for row, slot in zip(tree.rows(), slots, strict=True):
-                texts.texts[slot] += accepted(row, how, draw)
-            if round_ == 4:
-                made.release(slots[1])
-                texts.begin([made], slots[1], words(draw, 50))
+        for slot in live_through(made, texts, how, draw, poison):
+            length = len(texts.texts[slot]) - 1
+            for ours, expected in zip(stored_rows(made, slot, length), texts.rows(slot), strict=True):
+                torch.testing.assert_close(ours, expected, **SAME)
 
 
 @pytest.mark.parametrize(("kind", "shape"), slow_products(list(KINDS), ["static", "dynamic"], each=1))
@@ -325,8 +322,8 @@ def test_int8_elsewhere_than_on_a_cpu_is_refused(kind: str) -> None:
 @pytest.mark.parametrize("kind", ["eagle", "eagle3"])
 def test_heads_by_hub_id(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The revision that the options name is the one that drafts, from the taps on."""
-    places = {None: directory(kind), "v1": directory(kind, seed=1)}
-    monkeypatch.setattr(files, "snapshot_download", lambda name, *, revision, **_: str(places[revision]))
+    directories = {None: directory(kind), "v1": directory(kind, seed=1)}
+    monkeypatch.setattr(files, "snapshot_download", lambda name, *, revision, **_: str(directories[revision]))
     local, of_main, of_v1 = (
         drafter(kind, **keys) for keys in ({}, {"model": "some/head"}, {"model": "some/head", "revision": "v1"})
     )

@@ -14,8 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from foretoken.core.sampling_params import SamplingParams
 from foretoken.core.token_tree import TokenTree
-from foretoken.drafters.captured import CapturedExpansion
 from foretoken.drafters.head_drafter import fill_by_steps
+from foretoken.drafters.levels import CapturedExpansion
 from foretoken.heads.hydra import HydraConfig, HydraHeads
 from foretoken.models.parts import TargetParts
 from foretoken.sampling.batch import SamplingBatch, SamplingRequest

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from drafting_contexts import attached, context
+from drafting_contexts import assert_fresh, attached, context
 from end_to_end.tiny_llms import (
     GAPPED_CHOICES,
     OTHER_ORDER,
@@ -169,12 +169,7 @@ def test_cache_is_that_of_a_fresh_prefill(shape: str) -> None:
             made.propose(asked)  # never verified
         tree = made.propose(asked)
         for slot, text in zip([4, 0, 2], texts, strict=True):
-            ids = their_ids(text)
-            fresh.prefill(0, ids, 0)
-            cache = made._runner.cache
-            for ours, theirs in ((cache.keys, fresh.cache.keys), (cache.values, fresh.cache.values)):
-                for layer in range(fresh.model.num_layers):
-                    torch.testing.assert_close(ours[layer][slot, :, : len(ids)], theirs[layer][0, :, : len(ids)])
+            assert_fresh(made._runner, slot, their_ids(text), fresh)
         for row, text in zip(tree.rows(), texts, strict=True):
             node = 0
             while (children := [i for i, parent in enumerate(row.parents) if parent == node]) and draw.random() < 0.8:

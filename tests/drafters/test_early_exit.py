@@ -111,7 +111,7 @@ def test_dynamic_trees_feed_no_more_nodes_than_the_cache_has_room_for(top_k: int
 @pytest.mark.parametrize(("exit_layer", "num_layers"), [(3, 3), (4, 3), (None, 1)], ids=["all", "more", "a single one"])
 def test_no_block_is_left_out(exit_layer: int | None, num_layers: int) -> None:
     config = {"method": "early_exit", "exit_layer": exit_layer}
-    with pytest.raises(ConfigError, match=rf"has {num_layers} blocks. Expected fewer than these."):
+    with pytest.raises(ConfigError, match=rf"has {num_layers} blocks. Expected fewer than {num_layers}\."):
         LLM(tiny_model("llama", num_hidden_layers=num_layers), speculative_config=config)
 
 

@@ -15,12 +15,12 @@ from tiny_models import VOCAB_SIZE, tiny_model
 
 from foretoken import LLM, SamplingParams
 from foretoken.core.errors import ConfigError, ModelError
-from foretoken.core.token_tree import TokenTree
-from foretoken.drafters.guesses import Chain
+from foretoken.drafters.self_drafts import Chain
 from foretoken.drafters.sparse_kv import DraftBytes, Options, SparseKvDrafter
 from foretoken.runner.runner import Runner
 from foretoken.sampling.noise import KeyedNoise, Purpose
 from foretoken.trees.stopping import StopRule
+from tests.tree_checks import assert_same_tree
 
 DICE = torch.Generator().manual_seed(5)
 PHRASE = torch.randint(1, VOCAB_SIZE, (11,), generator=DICE).tolist()
@@ -63,24 +63,6 @@ class Told:
         return found
 
 
-def assert_same(ours: TokenTree, theirs: TokenTree) -> None:
-    for name in ("tokens", "parents", "depths", "num_nodes"):
-        assert getattr(ours, name).equal(getattr(theirs, name)), name
-    assert ours.scores is not None
-    assert theirs.scores is not None
-    torch.testing.assert_close(ours.scores, theirs.scores, rtol=1e-4, atol=1e-4)
-    assert (ours.distributions is None) == (theirs.distributions is None)
-    if ours.distributions is None or theirs.distributions is None:
-        return
-    assert ours.distributions.kinds.equal(theirs.distributions.kinds)
-    assert ours.distributions.row_of.equal(theirs.distributions.row_of)
-    for row, nodes in enumerate(ours.distributions.row_of):
-        kept = nodes[nodes >= 0]
-        torch.testing.assert_close(
-            ours.distributions.rows[row, kept], theirs.distributions.rows[row, kept], rtol=1e-4, atol=1e-5
-        )
-
-
 REQUESTS: dict[str, dict[str, Any]] = {
     "greedy": {},
     "sampled": {"params": [SamplingParams(seed=seed, **SAMPLED) for seed in (3, 4, 5)]},
@@ -110,8 +92,8 @@ def test_chains_are_those_without_guesses(decoder: str, requests: str, max_depth
     for wrong in (range(0), range(DEPTH), [2], [0, 1, 6]):
         drafter = made(target_of(module, decoder), draft_with="ngram")
         drafter._drafts._guesses = Told([[*row[1:], *[0] * DEPTH] for row in drafts.tokens.tolist()], wrong)
-        assert_same(drafter.propose(asked), expected)
-    assert_same(made(target_of(module, decoder), draft_with="ngram").propose(asked), expected)
+        assert_same_tree(drafter.propose(asked), expected, 1e-4)
+    assert_same_tree(made(target_of(module, decoder), draft_with="ngram").propose(asked), expected, 1e-4)
 
 
 @pytest.mark.parametrize(("wrong", "num_passes"), [(range(0), 2), (range(DEPTH), 9), ([2], 3), ([0, 1, 6], 4)], ids=str)
@@ -132,7 +114,7 @@ def test_drafts_end_early_as_without_guesses(options: dict[str, Any]) -> None:
     module, asked = tiny_model("llama"), context(TEXTS, max_depth=DEPTH)
     expected = made(target_of(module), **options).propose(asked)
     assert 1 < expected.num_nodes.max() < DEPTH + 1
-    assert_same(made(target_of(module), draft_with="ngram", **options).propose(asked), expected)
+    assert_same_tree(made(target_of(module), draft_with="ngram", **options).propose(asked), expected, 1e-4)
 
 
 def test_the_model_of_bytes_counts_passes() -> None:
@@ -148,7 +130,7 @@ def test_the_model_of_bytes_counts_passes() -> None:
 def test_the_first_blocks_draft_with_guesses() -> None:
     module, asked = tiny_model("llama"), context(TEXTS, max_depth=DEPTH)
     expected = made(target_of(module), exit_layer=2).propose(asked)
-    assert_same(made(target_of(module), exit_layer=2, draft_with="ngram").propose(asked), expected)
+    assert_same_tree(made(target_of(module), exit_layer=2, draft_with="ngram").propose(asked), expected, 1e-4)
 
 
 @pytest.fixture(scope="module")
@@ -176,7 +158,7 @@ def test_a_draft_model_guesses(decoder: str, draft_directory: Path) -> None:
     for turn in range(4):
         asked = context(texts, max_depth=DEPTH, **REQUESTS["mixed"])
         tree = drafter.propose(asked)
-        assert_same(tree, plain.propose(asked))
+        assert_same_tree(tree, plain.propose(asked), 1e-4)
         num_drafted += tree.max_depth
         for slot, text in enumerate(texts[:2]):
             new = [*tree.tokens[slot, 1 : 1 + (turn + slot) % 4].tolist(), 7]

@@ -253,8 +253,8 @@ def test_a_head_of_another_vocabulary(tmp_path: Path) -> None:
 def test_heads_by_hub_id(method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The revision that the options name is the one that drafts."""
     heads = {None: 0, "v1": 1}
-    places = {revision: saved(tmp_path / str(seed), method, seed=seed) for revision, seed in heads.items()}
-    monkeypatch.setattr(files, "snapshot_download", lambda name, *, revision, **_: str(places[revision]))
+    directories = {revision: saved(tmp_path / str(seed), method, seed=seed) for revision, seed in heads.items()}
+    monkeypatch.setattr(files, "snapshot_download", lambda name, *, revision, **_: str(directories[revision]))
     options: tuple[dict[str, str], ...] = ({}, {"revision": "v1"})
     made = [drafter(Path("some/head"), method, quantization="none", **keys) for keys in options]
     state, token = torch.ones(1, 32), torch.tensor([5])

@@ -16,9 +16,7 @@ from tiny_models import VOCAB_SIZE, tiny_model
 from foretoken import LLM, SamplingParams
 from foretoken.core.errors import PassError
 from foretoken.core.passes import Pass
-from foretoken.core.token_tree import TokenTree
 from foretoken.decoder.native import NativeDecoder
-from foretoken.drafters.base import DraftContext
 from foretoken.drafters.draft_model import DraftModelDrafter
 from foretoken.drafters.native.trees import draft_trees
 from foretoken.models.loading import wrap_model
@@ -27,7 +25,7 @@ from foretoken.sampling.batch import SamplingBatch, SamplingRequest
 from foretoken.sampling.draft_draws import DraftDraws
 from foretoken.trees.choices import TreeShape
 from foretoken.trees.expansion import TreeExpansion
-from tests.tree_checks import check_tree
+from tests.tree_checks import assert_same_tree, check_tree
 
 pytestmark = pytest.mark.native
 
@@ -74,21 +72,6 @@ def drafter(module: Any, dtype: torch.dtype, *, by_levels: bool = False, **optio
     return made
 
 
-def assert_same(ours: TokenTree, theirs: TokenTree) -> None:
-    """The same trees; scores and stated distributions up to rounding."""
-    check_tree(ours)
-    for name in ("tokens", "parents", "depths", "num_nodes"):
-        assert torch.equal(getattr(ours, name), getattr(theirs, name))
-    assert ours.host_facts == theirs.host_facts
-    torch.testing.assert_close(ours.scores, theirs.scores, rtol=1e-5, atol=1e-5)
-    assert (ours.distributions is None) == (theirs.distributions is None)
-    if ours.distributions is not None and theirs.distributions is not None:
-        assert torch.equal(ours.distributions.kinds, theirs.distributions.kinds)
-        assert torch.equal(ours.distributions.row_of, theirs.distributions.row_of)
-        torch.testing.assert_close(ours.distributions.rows, theirs.distributions.rows, rtol=1e-5, atol=1e-7)
-        assert ours.distributions.max_siblings == theirs.distributions.max_siblings
-
-
 def assert_same_rows(ours: DraftModelDrafter, theirs: DraftModelDrafter, lengths: list[int]) -> None:
     """Of the KV caches, bit for bit, where they hold committed tokens: only one call feeds nodes without children."""
     for name in ("keys", "values"):
@@ -108,7 +91,7 @@ def test_one_call_drafts_what_a_pass_for_each_level_drafts(shape: str, mix: str,
         depth = max_depth if isinstance(max_depth, int) else max_depth[: len(texts)]
         asked = context(texts, max_depth=depth, params=params, is_coupled=is_coupled)
         ours, theirs = (made.propose(asked) for made in both)
-        assert_same(ours, theirs)
+        assert_same_tree(ours, theirs, 1e-5)
         depths = [depth] * len(texts) if isinstance(depth, int) else depth
         assert_same_rows(*both, [len(text) if room else 0 for text, room in zip(texts, depths, strict=True)])
         for row, text in enumerate(texts):
@@ -130,7 +113,7 @@ def test_chains_end_where_their_path_is_improbable(mix: str, dtype: str) -> None
         depth = max_depth if isinstance(max_depth, int) else max_depth[: len(texts)]
         asked = replace(context(texts, max_depth=depth, params=params, is_coupled=is_coupled), floors=FLOORS)
         ours, theirs = (made.propose(asked) for made in both)
-        assert_same(ours, theirs)
+        assert_same_tree(ours, theirs, 1e-5)
         assert ours.max_depth == max(ours.depths.amax(1).tolist())
         for row, text in enumerate(texts):
             of_nodes = ours.depths[row, : int(ours.num_nodes[row])].tolist()
@@ -164,7 +147,7 @@ def test_other_vocabularies_and_the_end_of_the_context(kind: str, vocab_size: in
     asked = context(texts, params=[params] * 3, is_coupled=[is_coupled] * 3)
     ours, theirs = (made.propose(asked) for made in both)
     assert ours.num_nodes.tolist() == [16, 4, 16]
-    assert_same(ours, theirs)
+    assert_same_tree(ours, theirs, 1e-5)
     assert_same_rows(*both, [len(text) for text in texts])
 
 
@@ -178,7 +161,7 @@ def test_other_architectures(architecture: str, size: int | str) -> None:
     params, is_coupled = zip(*(REQUESTS[kind] for kind in ("sampled", "coupled")), strict=True)
     asked = context(texts, params=params, is_coupled=is_coupled)
     ours, theirs = (made.propose(asked) for made in both)
-    assert_same(ours, theirs)
+    assert_same_tree(ours, theirs, 1e-5)
     assert_same_rows(*both, [len(text) for text in texts])
 
 

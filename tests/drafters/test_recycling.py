@@ -12,6 +12,8 @@ import pytest
 from drafting_contexts import GREEDY, attached, context, continued
 from end_to_end.tiny_llms import config, llm
 from greedy_steps import step, texts_of
+from hypothesis import given
+from hypothesis import strategies as st
 from tiny_models import VOCAB_SIZE, tiny_model
 
 from foretoken import SamplingParams
@@ -19,10 +21,11 @@ from foretoken.core.errors import ConfigError
 from foretoken.core.token_tree import PROBE, TokenTree, TreeRow
 from foretoken.drafters import recycling
 from foretoken.drafters.base import DraftRequest
-from foretoken.drafters.recycling import RankRates, RecyclingDrafter, create
+from foretoken.drafters.recycling import RankRates, RecyclingDrafter, SuccessorMatrix, create
 from foretoken.drafters.registry import drafter_options
 from foretoken.drafting.acceptance import NodeAcceptance
 from foretoken.drafting.host_trees import read_rows
+from foretoken.trees.choices import TreeShape
 from foretoken.trees.merge import merge_trees
 from tests.tree_checks import check_tree
 
@@ -300,3 +303,46 @@ def test_vocabularies_smaller_than_what_is_read() -> None:
     assert got.outputs[0].token_ids == plain.outputs[0].token_ids
     assert got.metrics.draft_errors == 0
     assert got.metrics.num_accepted > 0
+
+
+VOCAB, WIDTH = 5, 3
+UPDATES = st.lists(st.tuples(st.integers(0, VOCAB - 1), st.permutations(range(VOCAB))), max_size=20)
+SHAPE = TreeShape.from_choices([[0], [2], [0, 0], [0, 1], [2, 1], [0, 1, 2]])
+
+
+@given(updates=UPDATES, size=st.integers(1, 4), root=st.integers(0, VOCAB - 1))
+def test_trees_are_filled_by_rank(updates: list[tuple[int, list[int]]], size: int, root: int) -> None:
+    """Whatever is written together: of a token that stands twice, the last entry counts."""
+    matrix, model = SuccessorMatrix(VOCAB, WIDTH), {}
+    for begin in range(0, len(updates), size):
+        part = updates[begin : begin + size]
+        matrix.update(np.array([token for token, _ in part]), np.array([ids[:WIDTH] for _, ids in part]))
+        model.update({token: ids[:WIDTH] for token, ids in part})
+
+    def token_at(choice: tuple[int, ...]) -> int:
+        token = root
+        for rank in choice:
+            token = model.get(token, [-1] * WIDTH)[rank]
+        return token
+
+    assert all(matrix.of(token) == list(model.get(token, [-1] * WIDTH)) for token in range(VOCAB))
+    levels = [slice(1, 3), slice(3, 6), slice(6, 7)]
+    filled = matrix.fill(root, np.array(SHAPE.parents), np.array(SHAPE.ranks), levels)
+    assert filled.tolist() == [root, *map(token_at, SHAPE.choices)]
+
+
+def test_large_vocabularies() -> None:
+    matrix = SuccessorMatrix(152_064, 8)
+    assert matrix._rows.nbytes == 152_065 * 8 * 4
+    last = 152_063
+    matrix.update(np.array([last]), np.array([[last, 0]]))
+    assert matrix.of(last)[:3] == [last, 0, -1]
+    assert matrix.of(0) == [-1] * 8
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_fewer_successors_than_there_is_room_for(count: int) -> None:
+    """As where the vocabulary is smaller."""
+    matrix = SuccessorMatrix(VOCAB, 4)
+    matrix.update(np.array([1]), np.arange(count)[None])
+    assert matrix.of(1) == [*range(count), *[-1] * (4 - count)]

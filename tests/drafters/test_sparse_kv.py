@@ -15,8 +15,8 @@ from foretoken import LLM, SamplingParams
 from foretoken.core.errors import ConfigError
 from foretoken.decoder.slot_cache import LayerShape, SlotCache
 from foretoken.drafters.base import Committed
+from foretoken.drafters.partial_reads import PartialRows
 from foretoken.drafters.sparse_kv import DraftBytes, Options, SparseKvDrafter, greatest
-from foretoken.drafters.windows import PartialRows
 from foretoken.models.loading import wrap_model
 from foretoken.runner.decoders import DECODERS
 from foretoken.runner.runner import Runner

@@ -12,16 +12,15 @@ import pytest
 import torch
 from drafters.autoregressive_heads import SHAPES, SPIRES, Texts, directory, target
 from drafters.drafting_contexts import attached, context
-from drafters.test_autoregressive import GREEDY, SAMPLED, accepted, assert_scores, paths, words
+from drafters.test_autoregressive import GREEDY, assert_scores, live_through, paths, words
 
 from foretoken.core.errors import ModelError
-from foretoken.drafters import spire
+from foretoken.drafters import heads
 from foretoken.drafters.base import DraftRequest, Prefix
+from foretoken.drafters.heads import SpireDrafter
 from foretoken.drafters.registry import create_drafter, drafter_options
-from foretoken.drafters.spire import SpireDrafter
 from foretoken.formats import native
 from foretoken.formats.registry import read_head
-from tests.tree_checks import check_tree
 
 
 def drafter(kind: str, **options: Any) -> SpireDrafter:
@@ -54,40 +53,10 @@ HISTORIES = [
 
 @pytest.mark.parametrize(("kind", "shape", "how"), HISTORIES)
 def test_after_any_history_drafts_are_those_of_training(kind: str, shape: str, how: str) -> None:
-    """Ragged batches, proposals thrown away, iterations without one, slots begun anew, prompts of several chunks.
-
-    Texts are longer than what a token sees, so that the committed rows change from draft to draft.
-    """
+    """Texts are longer than what a token sees, so that the committed rows change from draft to draft."""
     made, texts, draw = drafter(kind, **SHAPES[shape]), Texts(kind), random.Random(f"{kind} {shape} {how}")
-    slots, params = [4, 0, 2], [GREEDY, SAMPLED, GREEDY]
-    for slot, length in zip(slots, (2, 3, 45), strict=True):
-        texts.begin([made], slot, words(draw, length))
-    with mock.patch.object(spire, "CHUNK", 16):
-        for round_ in range(8):
-            texts.commit([made], slots, most=30 if round_ == 0 else 10_000)
-            texts.commit([made], slots)
-            poison(made)
-            held = [texts.texts[slot] for slot in slots]
-            depth = [draw.choice([0, 1, 2, 8]) for _ in slots] if round_ % 3 else [8, 8, 8]
-            if round_ % 4 == 1:
-                made.propose(context(held, max_depth=[3, 0, 8], params=params, slots=slots))  # never verified
-                poison(made)
-            if round_ % 4 == 3:  # the engine does not draft
-                for slot in slots:
-                    texts.texts[slot] += words(draw, 2)
-                continue
-            tree = made.propose(context(held, max_depth=depth, params=params, slots=slots))
-            check_tree(tree)
-            for row, (slot, most) in enumerate(zip(slots, depth, strict=True)):
-                assert int(tree.depths[row].max()) <= most
-                if most:
-                    assert tree.num_nodes[row] > 1
-                    assert_scores(tree, row, texts, slot, params[row].temperature or 1.0)
-            for row, slot in zip(tree.rows(), slots, strict=True):
-                texts.texts[slot] += accepted(row, how, draw)
-            if round_ == 4:
-                made.release(slots[1])
-                texts.begin([made], slots[1], words(draw, 50))
+    with mock.patch.object(heads, "CHUNK", 16):
+        assert list(live_through(made, texts, how, draw, poison))
 
 
 def drafted(kind: str, length: int) -> tuple[SpireDrafter, Texts]:

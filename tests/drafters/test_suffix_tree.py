@@ -1,4 +1,4 @@
-"""The suffix tree against counting by hand, and its bound of memory against what Python says."""
+"""The suffix tree, its matches and the best draft of them, against counting and trying everything by hand."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 import pytest
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from foretoken.drafters.suffix_tree import Node, SuffixTree, count_of
+from foretoken.drafters.suffix import DraftLimits, SuffixDraft, best_draft
+from foretoken.drafters.suffix_tree import Node, SuffixMatches, SuffixTree, count_of
 
 
 @dataclass
@@ -160,3 +161,228 @@ def test_the_claimed_bytes_are_near_the_measured_ones(num_symbols: int) -> None:
         for _ in range(10 * (len(tree) > 10)):
             tree.drop_oldest()
     assert len(tree) == 10
+
+
+DEPTH = 6
+TOKENS = st.lists(st.integers(0, 2), min_size=1, max_size=40)
+
+
+def open_matches(tokens: list[int], depth: int = DEPTH) -> SuffixMatches:
+    """The end of a text that is still growing, in its own tree."""
+    tree = SuffixTree(depth)
+    text = tree.text(tree.begin())
+    tree.extend(0, tokens)
+    return SuffixMatches(tree, text.tokens, text.num_counted)
+
+
+def pool_matches(outputs: list[list[int]], tokens: list[int], depth: int = DEPTH) -> SuffixMatches:
+    """The end of a text in the tree of others."""
+    tree = SuffixTree(depth)
+    for output in outputs:
+        sequence = tree.begin()
+        tree.extend(sequence, output)
+        tree.close(sequence)
+    return SuffixMatches(tree, array("i", tokens))
+
+
+def occurrences(texts: list[list[int]], run: list[int]) -> list[tuple[int, int]]:
+    """Where a run begins: text and offset."""
+    return [
+        (number, start)
+        for number, text in enumerate(texts)
+        for start in range(len(text) - len(run) + 1)
+        if text[start : start + len(run)] == run
+    ]
+
+
+def children_by_hand(texts: list[list[int]], run: list[int]) -> list[tuple[int, int]]:
+    """What followed a run how often: by falling count, then by the most recent occurrence."""
+    found: dict[int, list[tuple[int, int]]] = {}
+    for number, start in occurrences(texts, run):
+        if start + len(run) < len(texts[number]):
+            found.setdefault(texts[number][start + len(run)], []).append((number, start))
+    by_hand = sorted(found.items(), key=lambda one: (len(one[1]), max(one[1])), reverse=True)
+    return [(token, len(places)) for token, places in by_hand]
+
+
+def check_matches(matches: SuffixMatches, texts: list[list[int]], tokens: list[int], least: int) -> None:
+    """Every length has the matches that the texts have, and each goes on as they do."""
+    lengths = range(1, min(len(tokens), DEPTH - 1) + 1)
+    known = [length for length in lengths if len(occurrences(texts, tokens[-length:])) >= least]
+    assert matches.longest == max(known, default=0)
+    for length in lengths:
+        match = matches.match(length)
+        assert (match is not None) == (length in known)
+        run = tokens[-length:]
+        while match is not None:
+            assert match.count == len(occurrences(texts, run))
+            following = matches.following(match, 0.0)
+            by_hand = children_by_hand(texts, run) if len(run) < DEPTH else []
+            assert [(token, longer.count) for token, longer in following] == by_hand
+            first = matches.most_frequent(match, 0.0)
+            assert (first and first[0]) == (by_hand[0][0] if by_hand else None)
+            forced = list(matches.run(match, 3) or [])
+            assert len(forced) <= 3
+            for number, start in occurrences(texts, run) if forced else ():
+                assert texts[number][start + len(run) : start + len(run) + len(forced)] == forced
+            if not following:
+                break
+            token, match = following[len(run) % len(following)]
+            run = [*run, token]
+
+
+@given(tokens=TOKENS)
+def test_a_growing_text_knows_all_it_holds(tokens: list[int]) -> None:
+    check_matches(open_matches(tokens), [tokens], tokens, least=2)
+
+
+@given(outputs=st.lists(TOKENS, max_size=4), tokens=TOKENS)
+def test_a_pool_knows_all_that_was_written(outputs: list[list[int]], tokens: list[int]) -> None:
+    check_matches(pool_matches(outputs, tokens), outputs, tokens, least=1)
+
+
+def num_followed(texts: list[list[int]], run: list[int], *, is_own: bool) -> int:
+    """Occurrences of a run; the end of the text that is drafted for is none."""
+    return len(occurrences(texts, run)) - (is_own and texts[0][-len(run) :] == run)
+
+
+def draft_by_hand(texts: list[list[int]], tokens: list[int], limits: DraftLimits, *, is_own: bool) -> float:
+    """The score of the best draft, every length of match tried and nothing left out."""
+    best = 0.0
+    for length in range(1, min(len(tokens), DEPTH - 1) + 1):
+        run = tokens[-length:]
+        if len(occurrences(texts, run)) < 1 + is_own:
+            break
+        room, depth = min(int(limits.spec_factor * length), limits.most_nodes), min(limits.most_depth, DEPTH - length)
+        open_nodes, probs = [(1.0, run)], []
+        while open_nodes:
+            open_nodes.sort(key=lambda node: node[0], reverse=True)
+            prob, path = open_nodes.pop(0)
+            if len(path) > length:
+                probs.append(prob)
+            if len(path) - length < depth:
+                total = num_followed(texts, path, is_own=is_own)
+                nodes = [(prob * count / total, [*path, token]) for token, count in children_by_hand(texts, path)]
+                nodes = nodes[:1] if limits.is_path else nodes
+                open_nodes += [node for node in nodes if node[0] >= limits.least_prob * (1 - 1e-9)]
+        best = max(best, sum(probs[:room]))
+    return best
+
+
+LIMITS = st.builds(
+    DraftLimits,
+    most_nodes=st.integers(1, 8),
+    most_depth=st.integers(1, 7),
+    spec_factor=st.sampled_from([0.0, 0.5, 1.0, 2.0, 4.0]),
+    least_prob=st.sampled_from([0.0, 0.1, 0.3, 0.5, 1.0]),
+    is_path=st.booleans(),
+)
+
+
+def check_draft(
+    draft: SuffixDraft, texts: list[list[int]], tokens: list[int], limits: DraftLimits, *, is_own: bool = False
+) -> None:
+    """A draft is a tree within its limits whose probabilities some match gives."""
+    assert len(draft.tokens) <= limits.most_nodes
+    paths: list[list[int]] = [[]]
+    for node, (token, parent) in enumerate(zip(draft.tokens, draft.parents, strict=True)):
+        assert parent <= node
+        assert not limits.is_path or parent == node
+        paths.append([*paths[parent], token])
+    assert max(map(len, paths)) <= limits.most_depth
+    assert len({tuple(path) for path in paths}) == len(paths)
+    fits = []
+    for length in range(1, min(len(tokens), DEPTH - 1) + 1):
+        run, probs = tokens[-length:], []
+        for path in paths[1:]:
+            prob = 1.0
+            for depth in range(len(path)):
+                total = num_followed(texts, run + path[:depth], is_own=is_own)
+                prob *= len(occurrences(texts, run + path[: depth + 1])) / total if total else 0.0
+            probs.append(prob)
+        fits.append(probs == pytest.approx(draft.probs))
+    assert not draft.tokens or any(fits)
+
+
+@settings(max_examples=200)
+@given(tokens=TOKENS, limits=LIMITS)
+def test_the_best_draft_of_a_growing_text(tokens: list[int], limits: DraftLimits) -> None:
+    """What is left out to save time never has a better score."""
+    draft = best_draft([open_matches(tokens)], DEPTH, limits)
+    assert draft.score == pytest.approx(draft_by_hand([tokens], tokens, limits, is_own=True))
+    check_draft(draft, [tokens], tokens, limits, is_own=True)
+
+
+@pytest.mark.parametrize("is_path", [True, False])
+def test_a_request_and_the_pool_estimate_alike(is_path: bool) -> None:
+    """Where both know the same occurrences, as two of "1 2 3" and one of "1 2 4", scores are the same."""
+    known, end = [1, 2, 3, 5, 1, 2, 4, 6, 1, 2, 3, 5, 9, 8], [1, 2]
+    limits = DraftLimits(most_nodes=4, most_depth=3, spec_factor=4.0, least_prob=0.1, is_path=is_path)
+    own = best_draft([open_matches([*known, *end])], DEPTH, limits)
+    pool = best_draft([pool_matches([known], [7, *end])], DEPTH, limits)
+    assert sorted(zip(own.tokens, own.probs, strict=True)) == sorted(zip(pool.tokens, pool.probs, strict=True))
+    assert own.probs[:2] == [2 / 3, 2 / 3]
+
+
+@settings(max_examples=200)
+@given(outputs=st.lists(TOKENS, min_size=1, max_size=4), tokens=TOKENS, limits=LIMITS)
+def test_the_best_draft_of_a_pool(outputs: list[list[int]], tokens: list[int], limits: DraftLimits) -> None:
+    draft = best_draft([pool_matches(outputs, tokens)], DEPTH, limits)
+    assert draft.score == pytest.approx(draft_by_hand(outputs, tokens, limits, is_own=False))
+    check_draft(draft, outputs, tokens, limits)
+
+
+@given(outputs=st.lists(TOKENS, min_size=1, max_size=3), tokens=TOKENS, limits=LIMITS)
+def test_the_better_source_wins(outputs: list[list[int]], tokens: list[int], limits: DraftLimits) -> None:
+    sources = [open_matches(tokens), pool_matches(outputs, tokens)]
+    alone = [best_draft([source], DEPTH, limits) for source in sources]
+    both = best_draft(sources, DEPTH, limits)
+    assert both.score == max(draft.score for draft in alone)
+    if alone[0].score >= alone[1].score:
+        assert both == alone[0], "the text's own draft among equals"
+
+
+def test_a_wide_node_finds_its_frequent_children() -> None:
+    """Hundreds of tokens followed; those with enough of a share are known, also after others were forgotten."""
+    outputs = [[7, 100 + number] for number in range(300)] + [[7, 1]] * 40 + [[7, 2]] * 60
+    tree = SuffixTree(4)
+    for output in outputs:
+        sequence = tree.begin()
+        tree.extend(sequence, output)
+        tree.close(sequence)
+        if sequence in {150, 320}:  # such nodes remember what they were asked
+            matches = SuffixMatches(tree, array("i", [7]))
+            match = matches.match(1)
+            assert match is not None
+            matches.following(match, match.count / 10)
+    limits = DraftLimits(most_nodes=8, most_depth=3, spec_factor=4.0, least_prob=0.1, is_path=False)
+    draft = best_draft([SuffixMatches(tree, array("i", [7]))], 4, limits)
+    assert (draft.tokens, draft.probs) == ([2, 1], [60 / 400, 40 / 400])
+    for _ in range(250):
+        tree.drop_oldest()
+    draft = best_draft([SuffixMatches(tree, array("i", [7]))], 4, limits)
+    assert (draft.tokens, draft.probs) == ([2, 1], [60 / 150, 40 / 150])
+    for _ in range(85):
+        tree.drop_oldest()
+    assert best_draft([SuffixMatches(tree, array("i", [7]))], 4, limits).probs == [60 / 65]
+
+
+def test_a_child_may_become_frequent_because_others_left() -> None:
+    tree = SuffixTree(4)
+    for output in [[7, 1]] * 400 + [[7, 2]] * 8 + [[7, 100 + number] for number in range(40)]:
+        sequence = tree.begin()
+        tree.extend(sequence, output)
+        tree.close(sequence)
+    limits = DraftLimits(most_nodes=8, most_depth=3, spec_factor=4.0, least_prob=0.1, is_path=False)
+    assert best_draft([SuffixMatches(tree, array("i", [7]))], 4, limits).tokens == [1]
+    for _ in range(400):
+        tree.drop_oldest()
+    assert best_draft([SuffixMatches(tree, array("i", [7]))], 4, limits).tokens == [2]
+
+
+def test_a_longer_match_of_the_same_places_may_have_the_better_tree() -> None:
+    """It has more nodes, in fewer levels."""
+    source = pool_matches([[0, 1, 2, 3, 5, 6, 5], [0, 1, 2, 3, 7, 8, 7]], [0, 1, 2, 3])
+    limits = DraftLimits(most_nodes=8, most_depth=7, spec_factor=1.0, least_prob=0.1, is_path=False)
+    draft = best_draft([source], DEPTH, limits)
+    assert (sorted(draft.tokens), draft.probs) == ([5, 6, 7, 8], [0.5] * 4)

@@ -10,6 +10,8 @@ from typing import Any
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from foretoken.drafters.vocabularies import Vocabulary
+
 BUNDLED = Path(__file__).parents[2] / "models/tinycode"
 TEXTS = {
     "prose": "The quick brown fox jumps over the lazy dog.\nIt's 12:30, isn't it?",
@@ -81,3 +83,8 @@ def bundled() -> Any:
 
 
 KINDS = {"bundled": bundled, "byte_level": byte_level, "llama_like": llama_like}
+
+
+def vocabulary(kind: str) -> Vocabulary:
+    """All tokens of a tokenizer."""
+    return Vocabulary(KINDS[kind](), len(KINDS[kind]()), kind)

@@ -30,9 +30,9 @@ from foretoken import LLM
 from foretoken.core.token_ids import tokenizer_sha
 from foretoken.core.token_tree import TokenTree
 from foretoken.drafters.base import DraftContext, Drafter, TargetHandle
-from foretoken.drafters.datastore import write_datastore
 from foretoken.drafters.draft_model import DraftModelDrafter, Options, drafter_of
-from foretoken.drafters.draft_tokens import VocabularyOptions
+from foretoken.drafters.partial_reads import WeightOptions
+from foretoken.drafters.rest import write_datastore
 from foretoken.models.loading import wrap_model
 from foretoken.trees.stopping import PathFloors, StopRule
 
@@ -147,7 +147,7 @@ class _DraftsSomeTokens(_Wrapped):
     """A draft model that drafts a quarter of its small vocabulary by default, where a decoder can."""
 
     def attach(self, target: TargetHandle) -> None:
-        with mock.patch.object(VocabularyOptions, "large_vocabulary", 1):
+        with mock.patch.object(WeightOptions, "large_vocabulary", 1):
             self._drafter.attach(target)
 
 

@@ -26,8 +26,7 @@ from foretoken.decoder.block_stack import BlockStack
 from foretoken.decoder.blocks import LmHead, Norm, ScaledEmbedding
 from foretoken.decoder.native_linear import NativeLinear
 from foretoken.decoder.quantized import Quantization
-from foretoken.drafters.captured import Prefixes
-from foretoken.drafters.levels import LevelPasses
+from foretoken.drafters.levels import LevelPasses, Prefixes
 from foretoken.drafters.native.heads import AutoregressiveKernels
 from foretoken.heads.base import AutoregressiveHead, BlockOutputs, build_head
 from foretoken.heads.decoder_layer import LayerConfig
