@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 _GROUP = "foretoken.drafters"
 # Files that methods share, and one of a method of `heads`, which holds all methods with a network.
 _SHARED = {
-    "base", "falcon", "head_drafter", "head_features", "heads", "levels", "native", "partial_reads", "registry", "self_drafts",
-    "suffix_tree", "text_draft", "vocabularies",
+    "base", "falcon", "head_drafter", "head_features", "heads", "levels", "native", "partial_reads", "registry",
+    "self_drafts", "suffix_tree", "text_draft", "vocabularies",
 }  # fmt: skip
 # A tool of benchmarks that needs the answer: by its exact name only.
 _TOOLS = {"oracle"}

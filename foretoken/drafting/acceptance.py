@@ -41,12 +41,7 @@ class LevelAcceptance:
     """P(a drafter is right at depth d | it is right above, and the drafters before it are not), for every depth."""
 
     def __init__(self, deepest: int, expected: Sequence[float] = ()) -> None:
-        """Starts without observations.
-
-        Args:
-            deepest: Most levels of a draft.
-            expected: Rates by depth from held-out text; may be shorter than the drafts are deep.
-        """
+        """Starts without observations; `expected`: rates by depth from held-out text, perhaps not of all depths."""
         self._expected = _tryable(expected, deepest)
         self._seen, self._right = [0.0] * deepest, [0.0] * deepest
         self._estimate: list[float] | None = None
@@ -147,10 +142,7 @@ class NodeAcceptance:
     def path_values(self, parents: Sequence[int], depths: Sequence[int], odds: Sequence[float] | None) -> list[float]:
         """Returns the probability that each node of a tree is accepted with its path; 1 for the root.
 
-        Args:
-            parents: See `TokenTree`.
-            depths: See `TokenTree`.
-            odds: Log-odds of each node after its parent, see `log_odds`; None to count.
+        `odds`: log-odds of each node after its parent, see `log_odds`; None to count.
         """
         values, slope = [1.0] * len(parents), self._slope
         levels = self._rates() if odds is None else self._smooth_intercepts()
@@ -182,8 +174,7 @@ class NodeAcceptance:
     def learn(self, labels: Sequence[tuple[float | None, int, bool]]) -> None:
         """Learns from the nodes of an iteration whose parents were accepted: a damped Newton step.
 
-        Args:
-            labels: Log-odds, None to count; depth; and whether the node was accepted.
+        `labels`: log-odds, None to count; depth; and whether the node was accepted.
         """
         num, right = _scaled(self._num, _FADE), _scaled(self._right, _FADE)
         self._num, self._right = num, right

@@ -3,28 +3,37 @@
 A drafter that raises or returns no tree costs the draft of that iteration. A token outside the vocabulary or beyond the
 context limit costs its subtree. After several failures in a row the drafter is switched off for good, with one log
 message. Only Ctrl-C passes.
+
+A drafter from another package gets copies, and the engine takes a copy of its tree (`UntrustedDrafter`). Nothing that
+the drafter does to its arguments reaches the engine, during a call or later. The engine ignores what it cannot check:
+guarantees about the trees (`HostFacts`) and draft distributions. The drafter's tokens count as chosen, which is
+lossless for any token. Torch settings that the drafter changes are restored after each call.
 """
 
 from __future__ import annotations
 
 import logging
 from collections import Counter
+from copy import copy
 from dataclasses import replace
+from itertools import takewhile
 from operator import le
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
 
+from foretoken.core.backend import restored_torch_state
 from foretoken.core.checks import shown
-from foretoken.core.errors import described
+from foretoken.core.errors import PassError, TreeError, described
 from foretoken.core.token_tree import PROBE, DraftDistributions, DrawKind, TokenTree
-from foretoken.drafters.base import Committed, Lookup, PrefixKeeper
+from foretoken.drafters.base import Committed, DraftContext, Lookup, PrefixKeeper, Verified
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
-    from foretoken.drafters.base import DraftContext, Drafter, DraftRequest
+    from foretoken.drafters.base import Drafter, DraftRequest, TargetHandle, TargetReads
+    from foretoken.sampling.batch import SamplingBatch
 
 _STRUCTURE = (
     "num_nodes outside 1..width", "wrong root", "parents that do not come before their children", "wrong depths",
@@ -46,13 +55,9 @@ class Finding(NamedTuple):
 
 
 def find_misfit(tree: object, batch: int, max_nodes: int, device: torch.device | None = None) -> str | None:
-    """Returns what is wrong with a tree, without reading its values; None if nothing is.
+    """Returns what is wrong with a tree over B sequences, without reading its values; None if nothing is.
 
-    Args:
-        tree: As the drafter returned it.
-        batch: B.
-        max_nodes: Widest tree that the cache has room for.
-        device: Where the tree must lie; None for anywhere.
+    `max_nodes`: widest tree that the cache has room for. `device`: where the tree must lie; None for anywhere.
     """
     if not isinstance(tree, TokenTree):
         return f"propose returned {shown(tree)}; expected a TokenTree"
@@ -86,13 +91,9 @@ def _find_wrong_tensor(parts: Sequence[tuple[str, object]], device: torch.device
 
 
 def find_fault(tree: TokenTree, roots: Sequence[int], max_nodes: int, device: torch.device | None = None) -> Finding:
-    """Checks a tree and counts its nodes; synchronises once if the tree has no `host_facts`.
+    """Checks a tree over some roots and counts its nodes; synchronises once if the tree has no `host_facts`.
 
-    Args:
-        tree: As the drafter returned it.
-        roots: The root tokens that it must start from.
-        max_nodes: Widest tree that the cache has room for.
-        device: Where the tree must lie; None for anywhere.
+    `max_nodes` and `device`: see `find_misfit`.
     """
     misfit = find_misfit(tree, len(roots), max_nodes, device)
     if misfit is not None:
@@ -191,14 +192,10 @@ def _has_valid_distributions(tree: TokenTree, is_cut: Tensor, vocab_size: int) -
 
 
 def within_node_limits(tree: TokenTree, limits: Sequence[int | None]) -> TokenTree:
-    """Returns the first nodes of each tree, which form a tree too.
+    """Cuts each tree to its first nodes, as many as its limit, root included; None for no limit.
 
     In a tree with a limit every token counts as chosen, not drawn, even if no node is cut: the number of nodes may
     depend on what was drawn. Trees without a limit keep their draft distributions.
-
-    Args:
-        tree: Of B sequences.
-        limits: B, most nodes of each, root included; None for no limit.
     """
     facts, drafts, widest = tree.host_facts, tree.distributions, tree.width
     most_nodes = [widest if most is None else most for most in limits]
@@ -207,9 +204,11 @@ def within_node_limits(tree: TokenTree, limits: Sequence[int | None]) -> TokenTr
     if fits and (drafts is None or not any(limits)):
         return tree
     tree = tree.first_nodes(min(max(most_nodes), widest))
-    device, drafts = tree.tokens.device, tree.distributions
+    device = tree.tokens.device
     most_of_each = torch.tensor(most_nodes, device=device)
     is_cut = torch.arange(tree.width, device=device) >= most_of_each.unsqueeze(1)
+    tree = tree.mapped(lambda values, padding: values.masked_fill(is_cut, padding))
+    drafts = tree.distributions
     if drafts is not None:
         is_limited = torch.tensor([[most is not None] for most in limits], device=device)
         drafts = replace(
@@ -217,17 +216,7 @@ def within_node_limits(tree: TokenTree, limits: Sequence[int | None]) -> TokenTr
             kinds=drafts.kinds.masked_fill(is_limited, DrawKind.ONE_HOT),
             row_of=drafts.row_of.masked_fill(is_limited, -1),
         )
-    return replace(
-        tree,
-        tokens=tree.tokens.masked_fill(is_cut, 0),
-        parents=tree.parents.masked_fill(is_cut, -1),
-        depths=tree.depths.masked_fill(is_cut, 0),
-        scores=None if tree.scores is None else tree.scores.masked_fill(is_cut, 0.0),
-        source=None if tree.source is None else tree.source.masked_fill(is_cut, 0),
-        num_nodes=torch.minimum(tree.num_nodes, most_of_each),
-        distributions=drafts,
-        host_facts=None,
-    )
+    return replace(tree, num_nodes=torch.minimum(tree.num_nodes, most_of_each), distributions=drafts)
 
 
 _FAILURES_IN_A_ROW = 5
@@ -248,9 +237,6 @@ class SafeDraft(NamedTuple):
     num_proposed: Sequence[int] | None
 
 
-_Result = TypeVar("_Result")
-
-
 class DraftGuard:
     """Calls a drafter and survives its failures.
 
@@ -269,9 +255,7 @@ class DraftGuard:
 
     def begin(self, slot: int, request: DraftRequest) -> None:
         """Tells the drafter that a sequence begins."""
-        if self._drafter is None:
-            return
-        self._guarded("begin", self._drafter.begin, slot, request)
+        self._guarded("begin", slot, request)
         if request.prefix is not None and not isinstance(self._drafter, PrefixKeeper):
             tokens = request.prompt[: request.prefix.length]
             self.commit(Committed(slots=[slot], starts=[0], tokens=[tokens], features=None))
@@ -283,15 +267,11 @@ class DraftGuard:
             return length
         if not isinstance(drafter, PrefixKeeper):
             return 0 if self._has_features else length
-        found = self._guarded("reusable", drafter.reusable, slot, length)
+        found = self._guarded("reusable", slot, length)
         return 0 if found is None else min(max(found, 0), length)
 
     def propose(self, context: DraftContext) -> SafeDraft:
-        """Returns the drafter's tree without invalid nodes, or the roots alone.
-
-        Args:
-            context: Passed to the drafter; `max_depth` is enforced.
-        """
+        """Returns the drafter's tree without invalid and too deep nodes, or the roots alone."""
         roots = [tokens[-1] for tokens in context.tokens]
         fault: str | None = None
         if self._drafter is not None:
@@ -316,33 +296,23 @@ class DraftGuard:
 
     def continue_from(self, slot: int, tokens: Sequence[int], path: Sequence[int], depth: int) -> list[int]:
         """Returns the tokens that a lookup proposes after a path, cut before the first invalid token; see `Lookup`."""
-        drafter = self._drafter
-        if not isinstance(drafter, Lookup):
-            return []
-        found = self._guarded("continue_from", drafter.continue_from, slot, tokens, path, depth)
-        valid: list[int] = []
-        for token in (found or [])[:depth]:
-            if not 0 <= token < self._vocab_size:
-                break
-            valid.append(token)
-        return valid
+        found = self._guarded("continue_from", slot, tokens, path, depth) if self.can_continue else None
+        return list(takewhile(lambda token: 0 <= token < self._vocab_size, (found or [])[:depth]))
 
     def commit(self, committed: Committed) -> None:
         """Tells the drafter what was committed."""
-        if self._drafter is None:
-            return
-        self._guarded("commit", self._drafter.commit, committed)
+        self._guarded("commit", committed)
 
     def release(self, slot: int) -> None:
         """Tells the drafter that a slot is free."""
-        if self._drafter is None:
-            return
-        self._guarded("release", self._drafter.release, slot)
+        self._guarded("release", slot)
 
-    def _guarded(self, method: str, call: Callable[..., _Result], *arguments: Any) -> _Result | None:
-        """Returns the result of a method of the drafter; counts and logs an exception, and returns None."""
+    def _guarded(self, method: str, *arguments: Any) -> Any:
+        """Returns the result of a method of the drafter; None if it raises, which is counted, or is switched off."""
+        if self._drafter is None:
+            return None
         try:
-            result = call(*arguments)
+            result = getattr(self._drafter, method)(*arguments)
         except KeyboardInterrupt:
             raise
         except BaseException as err:  # noqa: BLE001 - SystemExit and the panics of Rust are no `Exception`
@@ -365,3 +335,123 @@ class DraftGuard:
                 self.name, self._failures[call], call, error,
             )  # fmt: skip
             self._drafter, self.is_active = None, False
+
+
+_TREE_TENSORS = ("tokens", "parents", "depths", "num_nodes", "scores", "source")
+
+
+class UntrustedDrafter:
+    """A `Drafter` that stands between the engine and an untrusted drafter.
+
+    `name`, `reads` and `nodes_by_depth` are read once.
+    """
+
+    def __init__(
+        self, drafter: Drafter, *, name: str, reads: TargetReads, nodes_by_depth: Sequence[int], device: torch.device
+    ) -> None:
+        """Takes a drafter and its attributes, which have been read and checked; device: where its trees must lie."""
+        self.name, self.reads, self.nodes_by_depth = name, reads, nodes_by_depth
+        self._drafter, self._device = drafter, device
+        self._sampling: tuple[SamplingBatch, SamplingBatch] | None = None  # the engine's, and its copy
+
+    def attach(self, target: TargetHandle) -> None:
+        """Passes on everything but the target's runner and `run`, which could overwrite its rows."""
+        with restored_torch_state():
+            self._drafter.attach(replace(target, run=_no_run, target_runner=None))
+
+    def begin(self, slot: int, request: DraftRequest) -> None:
+        """Passes on a copy of the request."""
+        prediction = None if request.prediction is None else list(request.prediction)
+        theirs = replace(request, prompt=list(request.prompt), params=copy(request.params), prediction=prediction)
+        with restored_torch_state():
+            self._drafter.begin(slot, theirs)
+
+    def propose(self, context: DraftContext) -> TokenTree:
+        """Returns a copy of the drafter's tree; raises `TreeError` if it is no tree, too wide, or of other types."""
+        theirs = DraftContext(
+            slots=list(context.slots),
+            tokens=[list(tokens) for tokens in context.tokens],
+            max_depth=list(context.max_depth),
+            max_nodes=list(context.max_nodes),
+            sampling=self._copied_sampling(context.sampling),
+            is_coupled=list(context.is_coupled),
+        )
+        with restored_torch_state():
+            draft = _read_once(self._drafter.propose(theirs))
+        misfit = find_misfit(draft, len(context.slots), self.nodes_by_depth[-1], self._device)
+        if misfit is not None or not isinstance(draft, TokenTree):
+            raise TreeError(str(misfit))
+        return self._copied_tree(draft)
+
+    def commit(self, committed: Committed) -> None:
+        """Passes on a copy."""
+        features, verified = committed.features, committed.verified
+        theirs = Committed(
+            slots=list(committed.slots),
+            starts=list(committed.starts),
+            tokens=[list(tokens) for tokens in committed.tokens],
+            features=None if features is None else features.clone(),
+            verified=None if verified is None else _copied_verdict(verified),
+        )
+        with restored_torch_state():
+            self._drafter.commit(theirs)
+
+    def release(self, slot: int) -> None:
+        """See `Drafter`."""
+        with restored_torch_state():
+            self._drafter.release(slot)
+
+    def _copied_sampling(self, sampling: SamplingBatch) -> SamplingBatch:
+        """Returns a copy of a batch's parameters that shares no tensor with it; one copy per batch."""
+        if self._sampling is None or self._sampling[0] is not sampling:
+            rows = torch.arange(len(sampling.greedy), device=sampling.greedy.device)
+            self._sampling = sampling, sampling.select(rows)
+        return self._sampling[1]
+
+    def _copied_tree(self, draft: TokenTree) -> TokenTree:
+        """Copies the fields that can be checked into new tensors; does not read their values."""
+        shape = draft.tokens.shape
+        return replace(
+            draft,
+            tokens=self._copied(draft.tokens, shape),
+            parents=self._copied(draft.parents, shape),
+            depths=self._copied(draft.depths, shape),
+            num_nodes=self._copied(draft.num_nodes, shape[:1]),
+            scores=self._copied(draft.scores, shape, torch.float32) if _is_like(draft.scores, draft) else None,
+            source=self._copied(draft.source, shape) & PROBE if _is_like(draft.source, draft) else None,
+        )
+
+    def _copied(self, part: Any, shape: torch.Size, dtype: torch.dtype = torch.int64) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=self._device).copy_(part)
+
+
+def _read_once(draft: object) -> object:
+    """Returns a tree of the fields that can be checked, each read once: the drafter may change them later."""
+    if not isinstance(draft, TokenTree):
+        return draft
+    parts: dict[str, Any] = {name: getattr(draft, name) for name in _TREE_TENSORS}
+    return TokenTree(max_depth=draft.max_depth, **parts)
+
+
+def _is_like(part: object, tree: TokenTree) -> bool:
+    return type(part) is Tensor and part.shape == tree.tokens.shape and part.layout == torch.strided
+
+
+def _copied_verdict(verified: Verified) -> Verified:
+    """Returns a copy that shares no value with the engine; the large draft distributions are left out."""
+    tree = verified.tree
+    parts: dict[str, Any] = {
+        name: None if (part := getattr(tree, name)) is None else part.clone() for name in _TREE_TENSORS
+    }
+    return Verified(
+        tree=TokenTree(max_depth=tree.max_depth, **parts),
+        paths=[list(path) for path in verified.paths],
+        offsets=list(verified.offsets),
+        top_ids=None if verified.top_ids is None else verified.top_ids.clone(),
+    )
+
+
+def _no_run(*arguments: Any, **more: Any) -> NoReturn:
+    """Raises `PassError`: an untrusted drafter gets this in place of the target's `run`."""
+    del arguments, more
+    raise PassError("a drafter that runs the target could overwrite its cache. Pass trust_drafter=True to LLM.")

@@ -12,9 +12,9 @@ from foretoken.core.records import AskedDrafter
 from foretoken.core.token_tree import PROBE, TokenTree
 from foretoken.drafters.base import TargetReads
 from foretoken.drafting.base import Ask
-from foretoken.drafting.draft_guard import DraftGuard, within_node_limits
+from foretoken.drafting.draft_guard import DraftGuard, SafeDraft, within_node_limits
+from foretoken.drafting.exploration import Followed
 from foretoken.drafting.goodput import Goodput
-from foretoken.drafting.reading import Followed
 from foretoken.grammars.drafts import FORCED, constrained_tree
 
 if TYPE_CHECKING:
@@ -37,12 +37,7 @@ class DraftNoise:
         self._kept: dict[int, SamplingBatch] = {}
 
     def of(self, context: DraftContext, drafter: int) -> DraftContext:
-        """Returns a context with a drafter's own noise.
-
-        Args:
-            context: Of the batch.
-            drafter: The drafter's index. Index 0 keeps the requests' own noise.
-        """
+        """Returns a context with the noise of drafter 0, 1, …; drafter 0 has the requests' own noise."""
         batch, are_coupled = context.sampling, list(context.is_coupled)
         if not drafter or batch.is_all_greedy or all(are_coupled):
             return context
@@ -59,11 +54,16 @@ _LONGEST_CONTINUATION = 10  # tokens
 
 
 class _Asked(NamedTuple):
-    """A drafter that was asked: its index, the most levels of its trees, and `AskedDrafter.num_missed`."""
+    """A drafter that was asked: its index, its answer, and `AskedDrafter.num_missed`."""
 
     drafter: int
-    depth: int
+    answer: SafeDraft
     num_missed: int
+
+    @property
+    def depth(self) -> int:
+        """The most levels of its trees."""
+        return self.answer.tree.max_depth
 
 
 class Draft(NamedTuple):
@@ -138,11 +138,9 @@ class Drafting:
         device: torch.device,
         for_predictions: Controller | None = None,
     ) -> None:
-        """Takes drafters that are attached.
+        """Takes drafters that are attached; none, and no controller, for plain decoding.
 
         Args:
-            drafters: Empty for plain decoding.
-            controller: None without drafters.
             vocab_size: V of the target.
             max_nodes: Widest tree that the cache has room for.
             device: Where trees must lie.
@@ -190,12 +188,7 @@ class Drafting:
                 controller.forget(len(self._guards) - 1)
 
     def reusable(self, slot: int, length: int) -> int:
-        """Returns how many of the first positions of a slot no drafter needs to read again, see `PrefixKeeper`.
-
-        Args:
-            slot: Of a running or finished sequence.
-            length: Positions with the same tokens; the token after them is the same too.
-        """
+        """Returns how many of the first positions of a slot no drafter needs to read again, see `PrefixKeeper`."""
         while (least := min((guard.reusable(slot, length) for guard in self._usual.guards), default=length)) < length:
             length = least  # All drafters must accept the shorter prefix.
         return length
@@ -206,9 +199,7 @@ class Drafting:
         Drafters with `TargetReads.is_last_enough` get no `commit` of iterations that the controller declines. The first
         draft after such an iteration waits one iteration, so that the drafters get the last `commit` before it.
 
-        Args:
-            context: Has the bounds of requests and cache; the controller's bounds are added here.
-            num_prompt_tokens: Prompt tokens of other sequences that a pass without drafts would read.
+        `num_prompt_tokens`: prompt tokens of other sequences that a pass without drafts would read.
         """
         self._team = self._predicting if self._predicted.intersection(context.slots) else self._usual
         guards, controller, lookups = self._team
@@ -229,21 +220,16 @@ class Drafting:
         if max(context.max_depth) <= 0:
             return self._no_draft(context)
         trees: dict[int, TokenTree] = {}
-        errors: dict[int, str] = {}
         asked: list[_Asked] = []
-        counts: list[Sequence[int] | None] = []
         clock = StageClock(self._device, max_events=None)
         ask: Ask | None = allotment.first or Ask(range(len(guards)))
         while ask is not None:
             bounded = _bounded(context, ask)
             for index in ask.drafters:
-                trees[index], error, num_proposed = guards[index].propose(self._noise.of(bounded, index))
+                answer = guards[index].propose(self._noise.of(bounded, index))
                 clock.mark()
-                depth = trees[index].max_depth
-                asked.append(_Asked(index, depth, self._followed.missed(index, bounded, depth)))
-                counts.append(num_proposed)
-                if error is not None:
-                    errors[index] = error
+                trees[index] = answer.tree
+                asked.append(_Asked(index, answer, self._followed.missed(index, bounded, answer.tree.max_depth)))
             ask = controller.further(dict(trees))
         tree = controller.select(trees, self._continuation(context) if lookups else None)
         if min(limits) < self._max_nodes:
@@ -252,7 +238,8 @@ class Drafting:
         if len(guards) == 1 and tree.source is not None:
             # With one drafter, `source` only marks probe nodes.
             tree = replace(tree, source=(tree.source & PROBE) | 1)
-        proposed = _num_proposed(counts, context.max_depth)
+        proposed = _num_proposed([each.answer.num_proposed for each in asked], context.max_depth)
+        errors = {each.drafter: each.answer.error for each in asked if each.answer.error is not None}
         error = errors[min(errors)] if errors else None
         return Draft(tree, proposed, error, is_learned=True, asked=asked, clock=clock)
 
@@ -273,11 +260,9 @@ class Drafting:
         return None if possible <= most else most
 
     def constrained(self, draft: Draft, bounds: Sequence[GrammarBounds | None]) -> Draft:
-        """Returns a draft cut and extended by the grammars of its sequences, see `grammars.drafts`.
+        """Returns a draft that the grammars of its B sequences cut and extended, see `grammars.drafts`.
 
-        Args:
-            draft: Of B trees.
-            bounds: Of B sequences; None for sequences without a grammar.
+        `bounds`: None for sequences without a grammar.
         """
         if not any(bounds):
             return draft
@@ -303,17 +288,13 @@ class Drafting:
         """Returns the drafters that were asked, with seconds. Call it after the host has waited for the draft."""
         if draft.clock is None:
             return []
-        seconds = draft.clock.laps()
         return [
             AskedDrafter(
-                index=asked.drafter,
-                name=self.names[asked.drafter],
-                depth=asked.depth,
-                seconds=each,
-                num_missed=asked.num_missed,
+                index=each.drafter, name=self.names[each.drafter], depth=each.depth, seconds=seconds,
+                num_missed=each.num_missed,
             )
-            for asked, each in zip(draft.asked, seconds, strict=True)
-        ]
+            for each, seconds in zip(draft.asked, draft.clock.laps(), strict=True)
+        ]  # fmt: skip
 
     def _no_draft(
         self,
@@ -367,12 +348,7 @@ class Drafting:
 
 
 def _num_proposed(counts: Sequence[Sequence[int] | None], max_depth: Sequence[int]) -> list[int | None]:
-    """Returns the proposed nodes of each sequence over all drafters; None if not asked for or unknown.
-
-    Args:
-        counts: The nodes of each drafter's trees; None if unknown.
-        max_depth: Of each sequence.
-    """
+    """Returns the proposed nodes of each sequence over all drafters; None if not asked for or unknown."""
     proposed: list[int | None] = [0 if depth > 0 else None for depth in max_depth]
     for each in counts:
         if each is None:

@@ -24,7 +24,7 @@ from foretoken.core.token_tree import MAX_NODES, PROBE, DrawKind
 from foretoken.drafting.acceptance import Known
 from foretoken.drafting.base import UNBOUNDED, Allotment, Allowance, Ask
 from foretoken.drafting.costs import LONGEST, CostModel, is_little
-from foretoken.drafting.exploration import Exploration
+from foretoken.drafting.exploration import Exploration, Reading
 from foretoken.drafting.host_trees import (
     HostMerge,
     HostRow,
@@ -37,7 +37,6 @@ from foretoken.drafting.host_trees import (
     scored,
 )
 from foretoken.drafting.plans import AtHand, Candidate, Costs, best_depth, select_nodes, stop
-from foretoken.drafting.reading import Reading
 from foretoken.trees.merge import merge_trees, prune, with_continuations
 from foretoken.trees.stopping import PathFloors
 
@@ -48,8 +47,8 @@ if TYPE_CHECKING:
     from foretoken.core.token_tree import TokenTree
     from foretoken.drafting.acceptance import KeptAcceptance, Learner
     from foretoken.drafting.base import Continue
+    from foretoken.drafting.exploration import Unread
     from foretoken.drafting.plans import DraftPlan
-    from foretoken.drafting.reading import Unread
     from foretoken.runner.costs import CostCurve
     from foretoken.trees.merge import Continuation
 

@@ -28,10 +28,10 @@ class HostRow(NamedTuple):
     """One sequence's tree. Every list has an entry per node, the root first, parents before children.
 
     Attributes:
-        tokens: See `TokenTree`.
-        parents: See `TokenTree`; -1 also for padding and for nodes that were cut off.
-        depths: See `TokenTree`.
-        sources: See `TokenTree`; 0 if there are none.
+        tokens: See `TokenTree`, as for the next three.
+        parents: -1 also for padding and for nodes that were cut off.
+        depths: Of each node.
+        sources: 0 if there are none.
         values: Probability that the node is accepted with its path; 1 for the root.
         odds: See `log_odds`; None without scores.
     """
@@ -61,9 +61,7 @@ class HostRow(NamedTuple):
 def read_rows(tree: TokenTree, acceptance: NodeAcceptance | None) -> list[HostRow]:
     """Copies trees to the host. Synchronises, if the host does not know the nodes.
 
-    Args:
-        tree: Trees of one drafter, or trees whose scores are calibrated.
-        acceptance: Judges the drafter's nodes; None if the scores are calibrated.
+    `acceptance` judges the nodes of one drafter; None if the scores are calibrated.
     """
     facts = tree.host_facts
     if facts is not None and facts.nodes is not None:
@@ -127,12 +125,8 @@ def kept_tree(
 def learn_followed(rows: Sequence[HostRow], acceptance: NodeAcceptance, steps: Sequence[SequenceStep]) -> list[int]:
     """Tells an acceptance model which nodes the generated tokens followed; returns the followed depth of each tree.
 
-    Only children of followed nodes have a label: of others nothing is known after their parent.
-
-    Args:
-        rows: Trees of one drafter.
-        acceptance: Of its nodes.
-        steps: What was generated after each root.
+    Only children of followed nodes have a label: of others nothing is known after their parent. `rows` are the trees of
+    one drafter.
     """
     deepest, labels = [0] * len(steps), list[tuple[float | None, int, bool]]()
     for index, (row, step) in enumerate(zip(rows, steps, strict=True)):
@@ -196,13 +190,7 @@ _LEAVES, _LEAST_VALUE = 4, 0.1  # most leaves, at most one a sequence; least pro
 
 
 class LookupChain(NamedTuple):
-    """A chain that a lookup proposed after a drafted path.
-
-    Attributes:
-        drafter: Index of the lookup.
-        leaf: End of the path.
-        tokens: Of the chain.
-    """
+    """A chain that a lookup proposed below a leaf; `drafter` is the index of the lookup."""
 
     drafter: int
     leaf: Leaf

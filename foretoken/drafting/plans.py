@@ -123,17 +123,10 @@ def _best_size(width: float, tokens: float, values: Sequence[float], costs: Cost
 
 
 def best_depth(now: DraftPlan, at_hand: AtHand, candidate: Candidate, costs: Costs, *, least: int = 1) -> DraftPlan:
-    """Returns the plan with the most tokens per second in which a candidate is asked, for at least some levels.
+    """Returns the plan with the most tokens per second in which a candidate is asked, for at least `least` levels.
 
-    The depth is chosen for the number of nodes at hand that is best without the candidate, then the number of nodes for
-    this depth, and then the depth again.
-
-    Args:
-        now: Of `stop`.
-        at_hand: Trees.
-        candidate: A drafter.
-        costs: Seconds.
-        least: Least levels, at most those of the candidate.
+    The depth is chosen for the number of nodes at hand that is best without the candidate (`now`), then the number of
+    nodes for this depth, and then the depth again.
     """
     batch, values = at_hand.batch, at_hand.values
     draft_s = at_hand.draft_s + (costs.merging if values else 0.0)
@@ -164,14 +157,10 @@ class Selection(NamedTuple):
     Attributes:
         kept: By sequence and node, whether to verify it; entries of roots mean nothing.
         is_everything: Whether all nodes are kept.
-        tokens: Expected tokens of the batch, prompt tokens included.
-        width: Tokens of the pass.
     """
 
     kept: list[list[bool]]
     is_everything: bool
-    tokens: float
-    width: int
 
 
 def select_nodes(
@@ -187,10 +176,8 @@ def select_nodes(
 
     Args:
         rows: Trees. The value of a node is at most its parent's.
-        costs: Seconds.
         max_nodes: Most nodes of each tree, root included. Drawn nodes and probes are kept beyond this bound.
         draft_s: Seconds that the drafts took.
-        num_prompt_tokens: P.
         drawn: By sequence and node, whether it was drawn from a draft distribution; None for none.
     """
     kept = [[False] * len(row.tokens) for row in rows]
@@ -216,4 +203,4 @@ def select_nodes(
     best = _best_size(width + num_fixed, tokens, [-value for value, _, _ in candidates], costs, draft_s)
     for _, b, node in candidates[: best.size]:
         kept[b][node] = True
-    return Selection(kept, best.size == num_drafted, best.tokens, int(best.width))
+    return Selection(kept, best.size == num_drafted)

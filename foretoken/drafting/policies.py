@@ -143,14 +143,7 @@ class SmartSpec(_OneDepth):
         nodes_by_depth: Sequence[Sequence[int]],
         max_nodes: int,
     ) -> None:
-        """Fits the costs.
-
-        Args:
-            cost: Seconds of passes by tokens.
-            timed: Depth and seconds of each drafter's timed drafts.
-            nodes_by_depth: Of each drafter, see `foretoken.drafters.base.Drafter`.
-            max_nodes: See `Fixed`.
-        """
+        """Fits the costs: seconds of passes by tokens, and depth and seconds of each drafter's timed drafts."""
         super().__init__(max_nodes, [nodes[-1] for nodes in nodes_by_depth])
         deepest = max(len(nodes) for nodes in nodes_by_depth)
         self._depths = np.arange(deepest)

@@ -13,7 +13,7 @@ from foretoken.core.checks import check_integer, check_text, shown
 from foretoken.core.errors import ConfigError, ForetokenError, described, foreign_errors_as
 from foretoken.core.token_tree import MAX_NODES
 from foretoken.drafters.base import TargetReads
-from foretoken.drafting.untrusted_drafter import UntrustedDrafter
+from foretoken.drafting.draft_guard import UntrustedDrafter
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from foretoken.bench.compare import in_turn
 from foretoken.bench.workload import Asked, Workload, no_progress, prompt_token_ids
 from foretoken.core.errors import ConfigError
+from foretoken.drafting.choice import time_drafts
 from foretoken.drafting.costs import fastest_by_depth
-from foretoken.drafting.draft_timing import time_drafts
 from foretoken.entrypoints.config import PLAIN
 from foretoken.entrypoints.llm import LLM
 from foretoken.planning.acceptance import Curve

@@ -16,7 +16,9 @@ from tiny_models import VOCAB_SIZE, tiny_model
 from foretoken import LLM, SamplingParams
 from foretoken.core.errors import PassError
 from foretoken.core.passes import Pass
+from foretoken.core.token_tree import TokenTree
 from foretoken.decoder.native import NativeDecoder
+from foretoken.drafters.base import DraftContext
 from foretoken.drafters.draft_model import DraftModelDrafter
 from foretoken.drafters.native.trees import draft_trees
 from foretoken.models.loading import wrap_model

@@ -25,11 +25,11 @@ FILE, KEY = "foretoken-acceptance.json", "a pair"
 @pytest.fixture(autouse=True)
 def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """A cache directory of the test's own."""
-    place = tmp_path / "cache"
-    place.mkdir(mode=0o700)
-    monkeypatch.setenv("FORETOKEN_CACHE", str(place))
+    path = tmp_path / "cache"
+    path.mkdir(mode=0o700)
+    monkeypatch.setenv("FORETOKEN_CACHE", str(path))
     monkeypatch.setattr(user_cache, "_said", [])
-    return place
+    return path
 
 
 def learners() -> tuple[NodeAcceptance, LevelAcceptance]:

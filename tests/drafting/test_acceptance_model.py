@@ -7,9 +7,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from drafters.drafting_contexts import step
 
-from foretoken.core.records import SequenceStep
 from foretoken.core.token_tree import TokenTree, TreeRow
+from foretoken.drafting import acceptance, costs, exploration, goodput, host_trees
 from foretoken.drafting.acceptance import LevelAcceptance, NodeAcceptance
 from foretoken.drafting.base import Leaf
 from foretoken.drafting.host_trees import LookupChain, learn_chain, learn_followed, log_odds, read_rows
@@ -128,13 +129,6 @@ def test_the_value_of_a_node_is_the_product_of_its_path() -> None:
     assert read_rows(tree, NodeAcceptance())[0].values == pytest.approx([1, p, p, p**2, p**3, p**2])
 
 
-def step(tokens: list[int]) -> SequenceStep:
-    return SequenceStep(
-        request_id="", num_drafted=1, tree_depth=1, num_accepted=len(tokens) - 1, num_emitted=len(tokens),
-        tokens=tokens, accepted_by={},
-    )  # fmt: skip
-
-
 class Labels(NodeAcceptance):
     def learn(self, labels: Sequence[tuple[float | None, int, bool]]) -> None:
         self.found = [(depth, is_accepted) for _, depth, is_accepted in labels]
@@ -153,7 +147,7 @@ def test_only_children_of_right_nodes_have_labels(tokens: list[int], labels: lis
     """Nodes that were cut before the pass are learned from too: what is never verified would never be found to pay."""
     nodes = Labels()
     rows = read_rows(TokenTree.from_rows([TreeRow([5, 1, 2, 3, 4, 6], [-1, 0, 0, 1, 3, 2])]), nodes)
-    assert learn_followed(rows, nodes, [step(tokens)]) == [depth]
+    assert learn_followed(rows, nodes, [step(tokens, 1)]) == [depth]
     assert nodes.found == labels
 
 
@@ -165,3 +159,25 @@ def test_a_chain_below_a_leaf_is_judged_where_the_text_went_there(written: list[
     nodes = Labels()
     learn_chain(nodes, LookupChain(0, Leaf(0, [1, 2]), [3, 4, 5, 6]), written)
     assert getattr(nodes, "found", None) == labels
+
+
+SET = [
+    (costs, {"LONGEST": 1.4, "_RATE": 0.03, "_MACHINE_RATE": 0.2, "_RIDGE": 0.3, "_LEAST_LEVEL": 0.06, "_SHAPE": 0.02}),
+    (acceptance, {"_FADE": 0.5**0.02, "_PRIOR": 2.0, "_GUESS": 0.7, "_TEXT_RATE": 0.5, "_POOLED": 8.0}),
+    (exploration, {"SHARE": 0.01, "CREDIT": 4.0, "_MOST": 12.0, "_ENOUGH": 1.0, "GAP": 32}),
+    (goodput, {"_FREE": 0.03, "_WIDTH_RATE": 0.1, "_DECIDE_EVERY": 8}),
+    (host_trees, {"_LEAVES": 4, "_LEAST_VALUE": 0.1}),
+]
+
+
+@pytest.mark.parametrize(("module", "numbers"), SET)
+def test_numbers_are_those_of_the_experiment(module: Any, numbers: dict[str, float]) -> None:
+    assert {name: getattr(module, name) for name in numbers} == numbers
+
+
+def test_the_logistic_starts_as_vllms_does() -> None:
+    assert (acceptance._SLOPE, acceptance._INTERCEPT) == (0.5, -0.2)
+
+
+def test_few_numbers_are_enough() -> None:
+    assert sum(len(numbers) for _, numbers in SET) <= 21

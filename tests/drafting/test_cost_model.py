@@ -6,8 +6,8 @@ import random
 
 import numpy as np
 import pytest
+from drafters.drafting_contexts import record, step
 
-from foretoken.core.records import AskedDrafter, SequenceStep, StageSeconds, StepRecord
 from foretoken.drafters.base import READ_SHARE
 from foretoken.drafting.costs import CostModel, FadingLine
 from foretoken.runner.costs import WIDTHS, CostCurve
@@ -23,12 +23,7 @@ def model(slope: float) -> CostModel:
 
 def learn(costs: CostModel, batch: int, width: int, seconds: float, *drafts: tuple[int, int, float]) -> None:
     """One iteration; drafts: index, depth and seconds of each drafter that was asked."""
-    step = SequenceStep(
-        request_id="", num_drafted=0, tree_depth=0, num_accepted=0, num_emitted=1, tokens=[1], accepted_by={}
-    )  # fmt: skip
-    asked = [AskedDrafter(index=i, name="d", depth=depth, seconds=each) for i, depth, each in drafts]
-    spent = StageSeconds(verify=seconds, draft=sum(each.seconds for each in asked))
-    costs.learn(StepRecord(sequences=[step] * batch, num_tokens=width, seconds=spent, asked=asked))
+    costs.learn(record([step([1])] * batch, width, *drafts, verify=seconds))
 
 
 @pytest.mark.parametrize(("believed", "true"), [(0.2, 0.3), (0.1, 0.05), (0.08, 0.1), (0.1, 0.1)])

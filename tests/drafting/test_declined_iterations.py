@@ -6,6 +6,7 @@ import itertools
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -15,17 +16,17 @@ from drafters.drafting_contexts import handle
 from end_to_end.tiny_heads import head
 from end_to_end.tiny_llms import llm
 
-from foretoken import SamplingParams
+from foretoken import LLM, SamplingParams
 from foretoken.core.records import StageSeconds, StepRecord
 from foretoken.core.token_tree import TokenTree
 from foretoken.drafters.base import DraftContext, DraftRequest
 from foretoken.drafters.head_features import StackFeatures
 from foretoken.drafters.oracle import OracleDrafter
 from foretoken.drafters.registry import drafter_options
-from foretoken.drafting import choice, draft_timing
+from foretoken.drafting import choice
 from foretoken.drafting.base import Allotment, Allowance, Ask
+from foretoken.drafting.choice import time_drafts
 from foretoken.drafting.costs import fastest_by_depth
-from foretoken.drafting.draft_timing import time_drafts
 from foretoken.drafting.goodput import Goodput
 from foretoken.runner.costs import CostCurve, PassCosts
 
@@ -158,7 +159,7 @@ def test_drafting_rests_where_the_clock_says_so(monkeypatch: pytest.MonkeyPatch)
 def test_a_slow_first_draft_is_not_the_last_one_that_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     """It compiles or captures; of each depth the fastest draft counts, so there is another one of each."""
     timed: list[list[tuple[int, float]]] = []
-    monkeypatch.setattr("foretoken.drafting.draft_timing._LIMIT_S", 0.0)
+    monkeypatch.setattr("foretoken.drafting.choice._LIMIT_S", 0.0)
     monkeypatch.setattr(
         choice, "time_drafts", lambda drafter, target: timed.append(time_drafts(drafter, target)) or timed[-1]
     )
@@ -223,11 +224,46 @@ def test_what_drafts_take_is_told_as_on_an_idle_machine(
             clock.work(0.2 * context.max_depth[0])
             return super().propose(context)
 
-    monkeypatch.setattr(draft_timing, "time", SimpleNamespace(perf_counter=lambda: clock.now))
-    monkeypatch.setattr(draft_timing, "_LIMIT_S", 1e9)
+    monkeypatch.setattr(choice, "time", SimpleNamespace(perf_counter=lambda: clock.now))
+    monkeypatch.setattr(choice, "_LIMIT_S", 1e9)
     options = drafter_options({"method": "oracle", "references": [[0] * 90], "num_speculative_tokens": 4})
     drafter = Steady(options)  # type: ignore[arg-type]
     target = handle(run=run, measured_costs=lambda: costs)
     drafter.attach(target)
     fastest = fastest_by_depth(time_drafts(drafter, target))
     assert fastest == pytest.approx({1: 0.2, 4: 0.8}, rel=1e-9)
+
+
+MODEL = str(Path(__file__).parents[2] / "models/tinycode")
+SHORT = SamplingParams(temperature=0, max_tokens=12)
+PROMPTS = ["def read_config(path):\n", "class Queue:\n", "import os\n"]
+
+
+@pytest.fixture(scope="module")
+def plain() -> list[str]:
+    return [each.outputs[0].text for each in LLM(MODEL, max_num_seqs=3).generate(PROMPTS, SHORT)]
+
+
+@pytest.mark.parametrize("drafter", ["hass:chain", "draft_model"])
+def test_drafts_of_three_sequences_are_timed_and_leave_nothing_behind(drafter: str, plain: list[str]) -> None:
+    llm = LLM(MODEL, speculative_config=f"{drafter}:num_speculative_tokens=6", max_num_seqs=3)
+    for slot in range(3):
+        llm.target.cache.reserve(slot, 64)
+    drafted: list[tuple[int, int]] = []
+    own = llm.drafters[0]
+    propose = own.propose
+
+    def counted(context):
+        tree = propose(context)
+        drafted.append((tree.batch_size, tree.max_depth))
+        return tree
+
+    own.propose = counted  # type: ignore[method-assign]
+    timed = time_drafts(own, llm.handle, 3)
+    own.propose = propose  # type: ignore[method-assign]
+    assert {depth for depth, _ in timed} == {1, 4}
+    assert {size for size, _ in drafted} == {3}
+    assert all(seconds > 0 for _, seconds in timed)
+    for slot in range(3):
+        llm.target.cache.trim(slot, 0)
+    assert [each.outputs[0].text for each in llm.generate(PROMPTS, SHORT)] == plain

@@ -12,6 +12,7 @@ import torch
 from drafters.drafting_contexts import GREEDY, context, handle
 from tiny_models import VOCAB_SIZE
 
+from foretoken import SamplingParams
 from foretoken.core.records import Declined, StageSeconds, StepRecord
 from foretoken.core.token_tree import MAX_NODES, PROBE, TokenTree, TreeRow
 from foretoken.drafters.base import DraftContext, DraftRequest, TargetReads
@@ -21,6 +22,7 @@ from foretoken.drafting.choice import choose_controller, most_nodes
 from foretoken.drafting.drafting import Draft, Drafting
 from foretoken.drafting.goodput import Goodput
 from foretoken.runner.costs import CostCurve
+from foretoken.sampling.noise import Purpose
 
 TREE = TokenTree.from_rows([TreeRow([7, 1, 2, 3], [-1, 0, 0, 1]), TreeRow([9, 4], [-1, 0])])
 UNKNOWN = replace(TREE, host_facts=None)
@@ -49,11 +51,17 @@ class Declining(Fixed):
         return Allotment.nothing(batch_size, declined)
 
 
+def drafting_of(drafters: list[Any], controller: Controller, **options: Any) -> Drafting:
+    """The drafters and their controller, with room for 16 nodes."""
+    values = {"vocab_size": VOCAB_SIZE, "max_nodes": 16, "device": torch.device("cpu"), **options}
+    return Drafting(drafters, controller, **values)
+
+
 def draft(*changes: Change, controller: Controller | None = None, max_depth: tuple[int, int] = (8, 8)) -> Draft:
     """What drafters that propose the tree, each changed, come to."""
     controller = controller or Fixed(max_nodes=16)
     drafters: list[Any] = [Proposer(change) for change in changes]
-    drafting = Drafting(drafters, controller, vocab_size=VOCAB_SIZE, max_nodes=16, device=torch.device("cpu"))
+    drafting = drafting_of(drafters, controller)
     return drafting.propose(context([[5, 7], [5, 9]], max_depth=max_depth))
 
 
@@ -100,9 +108,7 @@ def test_nodes_beside_a_chain_count_for_the_bound_of_a_request() -> None:
     class Beside(Proposer):
         nodes_by_depth = (1, 2, 3, 4)
 
-    drafting = Drafting(
-        [Beside(lambda t: t)], Fixed(max_nodes=16), vocab_size=VOCAB_SIZE, max_nodes=16, device=torch.device("cpu")
-    )
+    drafting = drafting_of([Beside(lambda t: t)], Fixed(max_nodes=16))
     made = drafting.propose(context([[5, 7], [5, 9]], max_nodes=3))
     assert num_verified(made) == [2, 1]
 
@@ -132,10 +138,7 @@ def test_no_drafter_of_fixed_size_crowds_out_another(fixed: dict[str, Any]) -> N
     drafters: list[Any] = [Proposer(change) for change in changes]
     options = [drafter_options({"method": "ngram", **keys}) for keys in (fixed, {}, {})]
     most = most_nodes(drafters)
-    drafting = Drafting(
-        drafters, choose_controller(options, drafters, handle()), vocab_size=VOCAB_SIZE, max_nodes=most,
-        device=torch.device("cpu"),
-    )  # fmt: skip
+    drafting = drafting_of(drafters, choose_controller(options, drafters, handle()), max_nodes=most)
     tree = drafting.propose(context([[5, 7], [5, 9]])).tree
     assert (tree.parents >= 0).sum(1).tolist() == [9, 3]
     assert tree.width <= most == 1 + 3 * 3
@@ -156,7 +159,7 @@ def test_the_controller_hears_of_prompts_in_the_pass() -> None:
     """And of what came of such a pass."""
     drafters: list[Any] = [Proposer(lambda tree: tree)]
     controller = mock.Mock(wraps=Fixed(max_nodes=16))
-    drafting = Drafting(drafters, controller, vocab_size=VOCAB_SIZE, max_nodes=16, device=torch.device("cpu"))
+    drafting = drafting_of(drafters, controller)
     made = drafting.propose(context([[5, 7], [5, 9]]), 9)
     assert controller.allot.call_args.args == (2, 9)
     drafting.learn_step(made, StepRecord(sequences=(), num_tokens=2, num_prompt_tokens=9, seconds=StageSeconds()))
@@ -183,7 +186,7 @@ def test_the_first_draft_after_missed_iterations_waits_for_one_commit() -> None:
     drafter: Any = Proposer(lambda tree: tree)
     drafter.reads = TargetReads(is_last_enough=True)
     controller = Scripted("d-ddd--d")
-    drafting = Drafting([drafter], controller, vocab_size=VOCAB_SIZE, max_nodes=16, device=torch.device("cpu"))
+    drafting = drafting_of([drafter], controller)
     nothing = StepRecord(sequences=(), num_tokens=2, seconds=StageSeconds())
     made = [drafting.propose(context([[5, 7], [5, 9]])) for _ in range(3)]
     told = [(bool(each.asked), each.is_committed, each.is_learned) for each in made]
@@ -200,7 +203,7 @@ def test_a_draft_that_waits_is_bounded_anew_for_another_batch() -> None:
     drafter: Any = Proposer(lambda tree: tree)
     drafter.reads = TargetReads(is_last_enough=True)
     controller = Scripted("-dd")
-    drafting = Drafting([drafter], controller, vocab_size=VOCAB_SIZE, max_nodes=16, device=torch.device("cpu"))
+    drafting = drafting_of([drafter], controller)
     assert not drafting.propose(context([[5, 7], [5, 9]])).is_committed
     assert drafting.propose(context([[5, 7]])).is_committed
     assert drafting.propose(context([[5, 7], [5, 9]])).asked
@@ -215,9 +218,7 @@ def test_a_draft_that_waits_is_its_own_controllers() -> None:
         drafter.reads = TargetReads(is_last_enough=True)
         drafter.begin = drafter.release = mock.Mock()
     usual, predicting = Scripted("-d"), Scripted("d")
-    drafting = Drafting(
-        drafters, usual, vocab_size=VOCAB_SIZE, max_nodes=16, device=torch.device("cpu"), for_predictions=predicting
-    )
+    drafting = drafting_of(drafters, usual, for_predictions=predicting)
     asked = context([[5, 7], [5, 9]])
     assert [drafting.propose(asked).is_committed for _ in range(2)] == [False, True]
     drafting.begin(1, replace(DraftRequest(request_id="r", prompt=[5], params=GREEDY), prediction=[1, 2]))
@@ -232,10 +233,7 @@ def test_drafters_hear_of_an_iteration_before_a_prediction_has_them_asked() -> N
     for drafter in drafters:
         drafter.reads = TargetReads(is_last_enough=True)
         drafter.begin = drafter.release = mock.Mock()
-    drafting = Drafting(
-        drafters, Declining(max_nodes=16), vocab_size=VOCAB_SIZE, max_nodes=16, device=torch.device("cpu"),
-        for_predictions=Fixed(max_nodes=16),
-    )  # fmt: skip
+    drafting = drafting_of(drafters, Declining(max_nodes=16), for_predictions=Fixed(max_nodes=16))
     asked = context([[5, 7], [5, 9]])
     assert not drafting.propose(asked).is_committed
     drafting.begin(1, replace(DraftRequest(request_id="r", prompt=[5], params=GREEDY), prediction=[1, 2]))
@@ -247,3 +245,35 @@ def test_drafters_hear_of_an_iteration_before_a_prediction_has_them_asked() -> N
     drafting.release(1)
     third = drafting.propose(asked)
     assert (third.asked, third.is_committed, drafting.are_merged) == ((), False, False)
+
+
+class Seen:
+    """A drafter that draws one token of equal probabilities for each sequence, and nothing else."""
+
+    name, reads, nodes_by_depth = "seen", TargetReads(), (1, 2)
+
+    def propose(self, context: DraftContext) -> TokenTree:
+        positions = torch.tensor([len(tokens) for tokens in context.tokens])
+        self.drawn = context.sampling.noise.gumbel(positions, Purpose.DRAFT, VOCAB_SIZE).argmax(1).tolist()
+        return TokenTree.roots(context.roots)
+
+
+def drawn(num_drafters: int, seeds: range, *, is_coupled: bool) -> list[list[int]]:
+    drafters = [Seen() for _ in range(num_drafters)]
+    made = drafting_of(drafters, Fixed(64, [2] * num_drafters), max_nodes=64)
+    params = [SamplingParams(temperature=1.0, seed=seed) for seed in seeds]
+    made.propose(context([[5, 6]] * len(params), params=params, is_coupled=[is_coupled] * len(params)))
+    return [drafter.drawn for drafter in drafters]
+
+
+def test_drafters_draw_independently_of_each_other() -> None:
+    seeds = range(200)
+    first, second, third = drawn(3, seeds, is_coupled=False)
+    for one, other in ((first, second), (second, third), (first, third)):
+        assert sum(a == b for a, b in zip(one, other, strict=True)) < 20, "about one in 67 agree by chance"
+    assert drawn(1, seeds, is_coupled=False) == [first], "the first one has the request's own noise"
+
+
+def test_coupled_requests_share_the_targets_noise() -> None:
+    first, second = drawn(2, range(50), is_coupled=True)
+    assert first == second

@@ -7,8 +7,8 @@ from math import exp, log
 from typing import Any
 
 import pytest
+from drafters.drafting_contexts import record, step
 
-from foretoken.core.records import AskedDrafter, SequenceStep, StageSeconds, StepRecord
 from foretoken.core.token_tree import TokenTree, TreeRow
 from foretoken.drafting.goodput import Goodput
 from foretoken.runner.costs import CostCurve
@@ -75,13 +75,9 @@ def speed_of(made: Goodput, text: Text, level: float) -> tuple[float, list[int]]
             accepted = text.right(place, width - 1)
         levels.append(drafted)
         seconds += level * drafted + pass_s(width)
-        step = SequenceStep(
-            request_id="", num_drafted=width - 1, tree_depth=width - 1, num_accepted=accepted, accepted_by={},
-            num_emitted=accepted + 1, tokens=[*range(1, accepted + 1), 7777], num_proposed=drafted or None,
-        )  # fmt: skip
-        asked = [AskedDrafter(index=0, name="", depth=drafted, seconds=level * drafted)] if drafted else []
-        spent = StageSeconds(draft=level * drafted, verify=pass_s(width))
-        made.learn_step(StepRecord(sequences=[step], num_tokens=width, asked=asked, seconds=spent))
+        written = step([*range(1, accepted + 1), 7777], width - 1, num_proposed=drafted or None)
+        drafts = [(0, drafted, level * drafted)] if drafted else []
+        made.learn_step(record([written], width, *drafts, verify=pass_s(width)))
         place += accepted + 1
     return place / seconds, levels
 
@@ -118,13 +114,7 @@ def test_levels_that_were_not_drafted_teach_nothing() -> None:
     tree = TokenTree.from_rows([TreeRow([0, 1, 2], range(-1, 2))], scores=[[0.0, -0.1, -0.2]])
     made.further({0: tree})
     made.select({0: tree})
-    step = SequenceStep(
-        request_id="", num_drafted=2, tree_depth=2, num_accepted=2, num_emitted=3, tokens=[1, 2, 9], accepted_by={},
-        num_proposed=2,
-    )  # fmt: skip
-    asked = [AskedDrafter(index=0, name="", depth=2, seconds=0.6)]
-    spent = StageSeconds(draft=0.6, verify=1.2)
-    made.learn_step(StepRecord(sequences=[step], num_tokens=3, asked=asked, seconds=spent))
+    made.learn_step(record([step([1, 2, 9], 2, num_proposed=2)], 3, (0, 2, 0.6), verify=1.2))
     seen = made._known[0].after(frozenset())._seen
     assert seen[:3] == pytest.approx([1, 1, 0])
 

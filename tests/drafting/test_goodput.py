@@ -12,10 +12,11 @@ from typing import Any
 
 import pytest
 import torch
+from drafters.drafting_contexts import record, step
 from end_to_end.tiny_llms import llm
 
 from foretoken import SamplingParams
-from foretoken.core.records import AskedDrafter, SequenceStep, StageSeconds, StepRecord
+from foretoken.core.records import AskedDrafter, StageSeconds, StepRecord
 from foretoken.core.token_tree import DraftDistributions, TokenTree, TreeRow
 from foretoken.drafting.exploration import CREDIT, SHARE, Exploration
 from foretoken.drafting.goodput import Goodput
@@ -34,18 +35,10 @@ def one(curve: Any = FLAT, deepest: int = 8, level: float = 0.0, **keys: Any) ->
     )
 
 
-def record(depth: int, accepted: list[int], *, draft: float = 0.0, verify: float = 1.0) -> StepRecord:
+def chains(depth: int, accepted: list[int], *, draft: float = 0.0, verify: float = 1.0) -> StepRecord:
     """An iteration over chains of one depth."""
-    steps = [
-        SequenceStep(
-            request_id=str(i), num_drafted=depth, tree_depth=depth, num_accepted=n, num_emitted=n + 1,
-            tokens=range(1, n + 2), accepted_by={}, num_proposed=depth or None,
-        )
-        for i, n in enumerate(accepted)
-    ]  # fmt: skip
-    asked = [AskedDrafter(index=0, name="d", depth=depth, seconds=draft)] if depth else []
-    seconds = StageSeconds(draft=draft, verify=verify)
-    return StepRecord(sequences=steps, num_tokens=(depth + 1) * len(accepted), seconds=seconds, asked=asked)
+    steps = [step(range(1, n + 2), depth, num_proposed=depth or None) for n in accepted]
+    return record(steps, (depth + 1) * len(accepted), *[(0, depth, draft)] * bool(depth), verify=verify)
 
 
 def live(made: Goodput, alpha: float, level: float, iterations: int, *, batch: int = 1, curve: Any = FLAT) -> list[int]:
@@ -56,7 +49,7 @@ def live(made: Goodput, alpha: float, level: float, iterations: int, *, batch: i
         depths.append(depth)
         even = [((i * batch + row) * 0.6180339887) % 1 for row in range(batch)]
         accepted = [min(depth, int(math.log(1 - u) / math.log(alpha))) for u in even]
-        made.learn_step(record(depth, accepted, draft=depth * level, verify=cost((depth + 1) * batch)))
+        made.learn_step(chains(depth, accepted, draft=depth * level, verify=cost((depth + 1) * batch)))
     return depths
 
 
@@ -118,7 +111,7 @@ def test_asking_in_vain_is_part_of_the_price() -> None:
             depth = made.allot(1).allowances[0].depth
             count += depth > 0
             found = depth if i % 10 == 0 else 0
-            told = record(found, [found], verify=1.0)
+            told = chains(found, [found], verify=1.0)
             step = replace(told.sequences[0], num_proposed=found)
             calls = [AskedDrafter(index=0, name="d", depth=found, seconds=seconds)] if depth else []
             spent = StageSeconds(draft=seconds * (depth > 0), verify=1.0)
@@ -133,7 +126,7 @@ def test_one_slow_draft_is_forgiven() -> None:
     """The first draft of a draft model reads the whole prompt: its time says nothing of the next one's."""
     made = one()
     depth = made.allot(1).allowances[0].depth
-    made.learn_step(record(depth, [depth], draft=500.0))
+    made.learn_step(chains(depth, [depth], draft=500.0))
     assert min(filter(None, live(made, 0.8, 0.05, 100)[-40:])) >= 4
 
 
@@ -151,7 +144,7 @@ def test_plain_iterations_teach_no_acceptance() -> None:
     before = made._known[0].after(frozenset()).survival()
     for _ in range(100):
         made._begin(1)
-        made.learn_step(record(0, [0]))
+        made.learn_step(chains(0, [0]))
     assert made._known[0].after(frozenset()).survival() == before
 
 
@@ -188,7 +181,7 @@ def test_plain_decoding_is_measured_while_drafts_pay() -> None:
             looks.append(i)
             assert allotment.declined is None
         depth = allotment.allowances[0].depth
-        made.learn_step(record(depth, [depth * (i % 4 > 0)], draft=0.05 * depth))
+        made.learn_step(chains(depth, [depth * (i % 4 > 0)], draft=0.05 * depth))
     assert looks[:2] == [32, 33]
     assert 3 <= len(looks) <= 30
     assert made.plain_seconds(1) == pytest.approx(1.0, rel=0.05)
@@ -244,7 +237,7 @@ def test_a_record_of_another_batch_is_left_out() -> None:
     made = one(is_read=True)
     made.allot(2)
     made.select({0: TokenTree.from_rows([TreeRow([5, 1], [-1, 0])] * 2)})
-    made.learn_step(record(1, [1]))
+    made.learn_step(chains(1, [1]))
     assert made._known[0].after(frozenset()).num_seen == 0
 
 

@@ -2,37 +2,30 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
+from drafters.drafting_contexts import record, step
 from end_to_end.tiny_llms import llm
 
 from foretoken import SamplingParams
-from foretoken.core.records import AskedDrafter, SequenceStep, StageSeconds, StepRecord
+from foretoken.core.records import StepRecord
 from foretoken.drafting.policies import ByBatchSize, Heuristic, SmartSpec
 from foretoken.runner.costs import CostCurve, PassCosts
 
 NODES = [range(1, 10)]
 
 
-def record(*steps: tuple[int, int]) -> StepRecord:
+def told(*steps: tuple[int, int]) -> StepRecord:
     """An iteration; steps: depth and accepted tokens of each sequence."""
-    sequences = [
-        SequenceStep(
-            request_id="", num_drafted=depth, tree_depth=depth, num_accepted=n, num_emitted=n + 1,
-            tokens=range(n + 1), accepted_by={},
-        )
-        for depth, n in steps
-    ]  # fmt: skip
-    return StepRecord(sequences=sequences, num_tokens=1, seconds=StageSeconds())
+    return record([step(range(n + 1), depth) for depth, n in steps], 1, verify=0.0)
 
 
 def test_the_heuristic_goes_two_deeper_or_one_shallower() -> None:
     made, depths = Heuristic(64), []
     for steps in ([(5, 5)], [(7, 7), (7, 7)], [(9, 9), (9, 8)], [(0, 0)], *[[(8, 0)]] * 9):
         depths.append(made.allot(len(steps)).allowances[0].depth)
-        made.learn_step(record(*steps))
+        made.learn_step(told(*steps))
     assert depths == [5, 7, 9, 8, 8, 7, 6, 5, 4, 3, 2, 1, 1]
 
 
@@ -51,7 +44,7 @@ def test_smartspec_takes_the_greatest_goodput(batch: int, slope: float, acceptan
     """Against a search by the formulas of the paper; it ends where nothing pays at large batches."""
     made = SmartSpec(CostCurve((1, 16, 64), [1 + slope * n for n in (1, 16, 64)]), [[(1, 0.15), (4, 0.45)]], NODES, 9)
     for i in range(4000):
-        made.learn_step(record((1, int((i * 0.6180339887) % 1 < acceptance))))
+        made.learn_step(told((1, int((i * 0.6180339887) % 1 < acceptance))))
 
     def goodput(k: int) -> float:
         tokens = sum(acceptance**d for d in range(k + 1))
@@ -68,8 +61,7 @@ def test_smartspec_learns_what_a_draft_of_a_batch_costs() -> None:
     made = SmartSpec(CostCurve((1, 64), (1.0, 1.0)), [[(1, 0.15), (4, 0.45)]], NODES, 9)
     assert made.allot(8).allowances[0].depth >= 3
     for _ in range(200):
-        told = record(*[(4, 1)] * 8)
-        made.learn_step(replace(told, asked=[AskedDrafter(index=0, name="d", depth=4, seconds=8 * 0.45)]))
+        made.learn_step(record([step([1, 2], 4)] * 8, 1, (0, 4, 8 * 0.45), verify=0.0))
     assert made.allot(8).is_empty
     assert made.allot(1).allowances[0].depth >= 1, "one sequence drafts as before"
 

@@ -6,14 +6,12 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from drafters.drafting_contexts import context
+from drafters.drafting_contexts import context, record, step
 
 from foretoken import SamplingParams
-from foretoken.core.records import AskedDrafter, SequenceStep, StageSeconds, StepRecord
 from foretoken.drafters.base import DraftRequest, Prefix
-from foretoken.drafting.exploration import CREDIT, SHARE
+from foretoken.drafting.exploration import _USUAL_LEN, CREDIT, SHARE, Followed, Reading, Unread
 from foretoken.drafting.goodput import Goodput
-from foretoken.drafting.reading import _USUAL_LEN, Followed, Reading, Unread
 from foretoken.runner.costs import CostCurve
 
 LEVEL, TOKEN = 0.3, 0.1  # seconds of a level, and that a token adds to a pass of one second
@@ -27,12 +25,7 @@ def controller() -> Goodput:
 
 def learn(made: Goodput, missed: int, seconds: float) -> None:
     """An iteration with a draft of one level that read tokens first."""
-    asked = [AskedDrafter(index=0, name="", depth=1, seconds=seconds, num_missed=missed)]
-    step = SequenceStep(
-        request_id="", num_drafted=1, tree_depth=1, num_accepted=0, num_emitted=1, tokens=[9], accepted_by={}
-    )  # fmt: skip
-    spent = StageSeconds(draft=seconds, verify=1.1)
-    made._costs.learn(StepRecord(sequences=[step], num_tokens=2, asked=asked, seconds=spent))
+    made._costs.learn(record([step([9], 1)], 2, (0, 1, seconds, missed), verify=1.1))
 
 
 def test_a_draft_that_read_a_prompt_says_nothing_of_drafts_and_tells_what_reading_takes() -> None:
@@ -136,15 +129,11 @@ def lost(made: Goodput, missed: int) -> float:
     """Runs an iteration; its draft of one level is right, and reads tokens first. Returns what it loses, in seconds."""
     is_asked = not made.allot(1).is_empty
     draft_s, emitted = LEVEL + missed * 0.05 if is_asked else 0.0, 1 + is_asked
-    step = SequenceStep(
-        request_id="", num_drafted=int(is_asked), tree_depth=int(is_asked), num_accepted=int(is_asked),
-        num_emitted=emitted, tokens=[9] * emitted, accepted_by={},
-    )  # fmt: skip
-    asked = [AskedDrafter(index=0, name="", depth=1, seconds=draft_s, num_missed=missed)] if is_asked else []
-    spent = StageSeconds(draft=draft_s, verify=1 + TOKEN * is_asked)
-    made.learn_step(StepRecord(sequences=[step], num_tokens=emitted, seconds=spent, asked=asked))
+    drafts = [(0, 1, draft_s, missed)] * is_asked
+    told = record([step([9] * emitted, int(is_asked))], emitted, *drafts, verify=1 + TOKEN * is_asked)
+    made.learn_step(told)
     made.begin_text()
-    return spent.total - emitted
+    return told.seconds.total - emitted
 
 
 def test_texts_are_not_read_where_reading_was_not_paid_off() -> None:

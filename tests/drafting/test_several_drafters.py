@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 import torch
+from drafters.drafting_contexts import record, step
 
-from foretoken.core.records import AskedDrafter, SequenceStep, StageSeconds, StepRecord
 from foretoken.core.token_tree import PROBE, DraftDistributions, DrawKind, TokenTree, TreeRow
 from foretoken.drafting.base import Leaf
 from foretoken.drafting.goodput import Goodput
@@ -56,7 +56,7 @@ class World:
             [self._draft(self.model, 200) for _ in range(batch)],
         ]
         trees: dict[int, TokenTree] = {}
-        asked: list[AskedDrafter] = []
+        asked: list[tuple[int, int, float]] = []
 
         def took(i: int, depth: int) -> float:
             self.num_asked[i] += 1
@@ -66,7 +66,7 @@ class World:
             depth = min(depth, DEPTH)
             rows = [TreeRow([0, *each[:depth]], range(-1, len(each[:depth]))) for each in drafts[i]]
             trees[i] = TokenTree.from_rows(rows)
-            asked.append(AskedDrafter(index=i, name=str(i), depth=trees[i].max_depth, seconds=took(i, depth)))
+            asked.append((i, trees[i].max_depth, took(i, depth)))
 
         draft_s = 0.0
         if made is None:
@@ -84,20 +84,13 @@ class World:
             width = int(tree.num_nodes.sum())
             paths = [_paths(row) for row in tree.rows()]
         accepted = [max((_agreeing(path[1:]) for path in each), default=0) for each in paths]
-        draft_s, verify = draft_s + sum(each.seconds for each in asked), self.curve(width)
+        draft_s, verify = draft_s + sum(seconds for _, _, seconds in asked), self.curve(width)
         self.seconds += draft_s + verify
         self.tokens += batch + sum(accepted)
         self.places = [place + n + 1 for place, n in zip(self.places, accepted, strict=True)]
         if made is not None:
-            steps = [
-                SequenceStep(
-                    request_id=str(b), num_drafted=width, tree_depth=DEPTH, num_accepted=n, num_emitted=n + 1,
-                    tokens=list(range(1, n + 2)), accepted_by={},
-                )
-                for b, n in enumerate(accepted)
-            ]  # fmt: skip
-            seconds = StageSeconds(draft=draft_s, verify=verify)
-            made.learn_step(StepRecord(sequences=steps, num_tokens=width, seconds=seconds, asked=asked))
+            steps = [step(range(1, n + 2), width, tree_depth=DEPTH) for n in accepted]
+            made.learn_step(record(steps, width, *asked, verify=verify))
 
     def _has_match(self, row: int) -> bool:
         """Whether the text of a sequence is one of those that were there before, for a stretch."""
@@ -184,9 +177,6 @@ def test_without_a_free_drafter_iterations_are_declined() -> None:
         allotment = made.allot(2)
         asked = allotment.declined is None
         trees = {}
-        step = SequenceStep(
-            request_id="", num_drafted=0, tree_depth=0, num_accepted=0, num_emitted=1, tokens=[9], accepted_by={}
-        )
         took = []
         if asked:
             num_asked += 1
@@ -194,14 +184,13 @@ def test_without_a_free_drafter_iterations_are_declined() -> None:
             while ask is not None:
                 for i in ask.drafters:
                     trees[i] = TokenTree.from_rows([TreeRow([5, 1], [-1, 0])] * 2)
-                    took.append(AskedDrafter(index=i, name="", depth=1, seconds=2.0))
+                    took.append((i, 1, 2.0))
                 ask = made.further(trees)
             made.select(trees)
         else:
             assert allotment.declined is not None
             assert allotment.declined.draft_cost > 1
-        seconds = StageSeconds(draft=2.0 * len(took), verify=1.4)
-        made.learn_step(StepRecord(sequences=[step, step], num_tokens=2, seconds=seconds, asked=took))
+        made.learn_step(record([step([9])] * 2, 2, *took, verify=1.4))
     assert 0 < num_asked < 30
 
 
@@ -211,14 +200,11 @@ def test_two_drafters_are_judged_by_themselves() -> None:
     made = Goodput(CostCurve((1, 64), (1.0, 1.0 + 63 * 0.4)), nodes_by_depth=[chain, chain], max_nodes=16)
     scores = torch.tensor([[0.0, 0.6]]).log()
     trees = {i: replace(TokenTree.from_rows([TreeRow([5, i + 1], [-1, 0])]), scores=scores) for i in (0, 1)}
-    step = SequenceStep(
-        request_id="", num_drafted=1, tree_depth=1, num_accepted=1, num_emitted=2, tokens=[2, 9], accepted_by={}
-    )
     for _ in range(40):
         made.allot(1)
         assert made.further(trees) is None
         chosen = made.select(trees)
-        made.learn_step(StepRecord(sequences=[step], num_tokens=2, seconds=StageSeconds(verify=1.0)))
+        made.learn_step(record([step([2, 9], 1)], 2))
     assert chosen.rows()[0].tokens == [5, 2]
     assert chosen.source is not None
     assert chosen.source.tolist() == [[0b11, 0b10]]
@@ -241,11 +227,7 @@ def test_lookups_go_on_below_the_leaves_of_others() -> None:
             trees = {0: TokenTree.roots([5]), 1: tree}
             made.further(trees)
             chosen = made.select(trees, continued)
-            step = SequenceStep(
-                request_id="", num_drafted=2, tree_depth=2, num_accepted=len(tokens) - 1, num_emitted=len(tokens),
-                tokens=tokens, accepted_by={},
-            )  # fmt: skip
-            made.learn_step(StepRecord(sequences=[step], num_tokens=3, seconds=StageSeconds(verify=1.0)))
+            made.learn_step(record([step(tokens, 2)], 3))
         return chosen
 
     good = live([1, 2, 3, 4, 5, 6, 7])
@@ -284,11 +266,7 @@ def test_of_several_lookups_the_one_that_is_right_goes_on() -> None:
         trees = {0: TokenTree.roots([5]), 1: TokenTree.roots([5]), 2: tree}
         made.further(trees)
         chosen.append(made.select(trees, lambda leaf: [(0, [9, 9, 9, 9, 9]), (1, [3, 4, 5])]))
-        step = SequenceStep(
-            request_id="", num_drafted=2, tree_depth=2, num_accepted=5, num_emitted=6, tokens=[1, 2, 3, 4, 5, 6],
-            accepted_by={},
-        )  # fmt: skip
-        made.learn_step(StepRecord(sequences=[step], num_tokens=3, seconds=StageSeconds(verify=1.0)))
+        made.learn_step(record([step([1, 2, 3, 4, 5, 6], 2)], 3))
     assert chosen[0].rows()[0].tokens == [5, 1, 2, 9, 9, 9, 9, 9]
     assert chosen[-1].rows()[0].tokens == [5, 1, 2, 3, 4, 5]
     assert chosen[-1].source is not None

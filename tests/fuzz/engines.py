@@ -244,7 +244,7 @@ def engine_with(setup: Setup, references: list[list[int]]) -> tuple[LLM, Setup]:
         try:
             with (
                 mock.patch("foretoken.entrypoints.llm.pass_costs", return_value=PassCosts(curve, curve, curve)),
-                mock.patch("foretoken.drafting.draft_timing._LIMIT_S", 0.0),
+                mock.patch("foretoken.drafting.choice._LIMIT_S", 0.0),
             ):
                 made = target.llm(arguments, **more)
             if setup.context_len is not None or made.target.context_len == CONTEXT_LEN:
