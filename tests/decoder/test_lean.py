@@ -254,12 +254,15 @@ class TestWhatIsLeftToTheGenericRunner:
     @pytest.mark.parametrize("reason", list(foreign()))
     def test_it_is_named(self, reason: str, caplog: pytest.LogCaptureFixture) -> None:
         model = wrap_model(self.foreign()[reason], name=reason)
+        with pytest.raises(ModelError, match=r"runner 'lean' cannot run '.*'\. lean-native, lean-stock: ") as caught:
+            Runner(model, num_slots=1, runner="lean")
+        assert reason in str(caught.value)
+        if "(Own)" in reason or "bidirectional" in reason:  # without weights, and not causal: no runner computes them
+            return
         for _ in range(2):
             assert Runner(model, num_slots=1).name == "generic"
         assert caplog.text.count("runs on the generic runner. lean-native, lean-stock: ") == 1
         assert reason in caplog.text
-        with pytest.raises(ModelError, match=r"runner 'lean' cannot run '.*'\. lean-native, lean-stock: "):
-            Runner(model, num_slots=1, runner="lean")
 
     def test_a_hooked_layer_is_heard(self) -> None:
         module = self.foreign()["up_proj (Linear) is not a plain linear layer"]
