@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from foretoken.bench.workload import Workload
     from foretoken.entrypoints.config import Setup
     from foretoken.formats.checkpoint import HeadCheckpoint, TargetInfo
-    from foretoken.models.loading import LoadedModel
+    from foretoken.models.loaded import LoadedModel
     from foretoken.training.doctor.checks import Check
 
 _DTYPES = ("float16", "bfloat16", "float32")

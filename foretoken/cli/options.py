@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from foretoken.core.sampling_params import SamplingParams
     from foretoken.entrypoints.config import Setup
     from foretoken.entrypoints.llm import LLM
-    from foretoken.models.loading import LoadedModel
+    from foretoken.models.loaded import LoadedModel
     from foretoken.text.prompt_rows import PromptRow
 
 MODEL_FORMS = (

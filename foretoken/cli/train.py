@@ -361,7 +361,7 @@ def stop(
     with _counted_tokens(workload) as counter:
         log = stopping.log_drafts(drafter, loaded, tokenizer, workload, depth=depth, progress=counter)
     trained = stopping.train_rules(log, seconds)
-    length, best = stopping.best_length(log[:: stopping.HELD_BACK], seconds["fixed"].total)
+    length, best = stopping.best_length(log[:: stopping.HELD_BACK], seconds["fixed"])
     fixed = {"control": "fixed", "max_depth": length, "tokens_per_s": best.rate, "tau": best.tokens / best.passes}
     rules = [fixed, *_kept_rules(trained, path)]
     header = _header(loaded, name, workload)
