@@ -53,7 +53,7 @@ def stacked(states: Sequence[LayerState]) -> LayerState:
     return LayerState(torch.stack([each.window for each in states]), torch.stack(recurrent) if recurrent else None)
 
 
-class Level(NamedTuple):
+class NodeLevel(NamedTuple):
     """Nodes of a pass that are equally deep.
 
     Attributes:
@@ -74,12 +74,12 @@ class PassStates:
     Attributes:
         starts: State of each sequence before the pass.
         levels: All nodes of the pass, by depth.
-        place: Level of each node of the pass, and its index there.
+        place: NodeLevel of each node of the pass, and its index there.
         kept: Filled by the recurrent layers: states of kept levels, by layer and level.
     """
 
     starts: Sequence[States]
-    levels: Sequence[Level]
+    levels: Sequence[NodeLevel]
     place: Sequence[tuple[int, int]]
     kept: dict[int, dict[int, LayerState]] = field(default_factory=dict)
 
@@ -107,7 +107,7 @@ class PassStates:
                     kept.add(level)
         device = work.tokens.device
         levels = [
-            Level(torch.tensor(nodes, device=device), torch.tensor(rows, device=device), number in kept)
+            NodeLevel(torch.tensor(nodes, device=device), torch.tensor(rows, device=device), number in kept)
             for number, (nodes, rows) in enumerate(zip(tokens, parents, strict=True))
         ]
         return cls(starts, levels, place)
