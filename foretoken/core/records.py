@@ -313,7 +313,7 @@ class GenerationMetrics:
             decoding sequences in which prompts ended.
         num_prefix_queries: Prompt tokens that were looked up in the prefix cache.
         num_cached_tokens: Prompt tokens that were found there and not read again.
-        num_preemptions: Number of preemptions; after each all tokens were read again.
+        num_preemptions: Number of preemptions; after each, tokens outside cached prefixes were read again.
         lossy_tv: Sum of `StepRecord.lossy_tv`; 0 for lossless rules, NaN where a lossy rule does not know it.
         num_synthetic: Passes with synthetic acceptance, see `StepRecord.is_synthetic`.
         compared_seconds: Seconds of passes without prompt tokens, if the engine had measured plain decoding by then.

@@ -8,7 +8,7 @@ with a slot kept free, and then reuses the rows.
 
 A running sequence needs more rows with every token. When shared rows run out, prefixes in free slots are dropped first,
 the oldest first. Then a sequence is preempted, the last that joined for the client with most sequences: it goes to the
-head of the queue, and all of its tokens are read again later. Its text does not change.
+head of the queue, and what the KV cache no longer holds of its tokens is read again later. Its text does not change.
 """
 
 from __future__ import annotations

@@ -164,7 +164,7 @@ class Sequence:
         return new
 
     def preempt(self) -> None:
-        """Gives up the slot. All tokens are read again once the sequence has another slot."""
+        """Frees the slot. Another slot reads the tokens that are in no cached prefix again."""
         self.slot, self.num_cached = None, 0
         self.metrics.num_preemptions += 1
         if not self.has_prompt_scores:

@@ -71,8 +71,10 @@ def read_weights(model: LoadedModel, num_positions: int) -> LeanWeights:
 
 def _known_architecture(module: Any, config: Any) -> LeanArchitecture:
     name = type(module).__name__
-    if name not in LEAN_ARCHITECTURES or not _is_of_transformers(module):
+    if name not in LEAN_ARCHITECTURES:
         raise UnsuitableError(f"{name} is not among the architectures it knows.")
+    if not _is_of_transformers(module):
+        raise UnsuitableError(f"{name}, or a part of it, is no class of transformers.")
     architecture = LEAN_ARCHITECTURES[name]
     activation = getattr(config, architecture.activation)
     if activation not in _ACTIVATIONS:

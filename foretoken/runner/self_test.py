@@ -180,8 +180,8 @@ class _Test:
         worst = max(least, key=lambda name: float(least[name].max()))
         raise ModelError(
             f"{type(module).__name__} gives wrong logits for a token tree ({worst}: {float(least[worst].max()):.1f} "
-            "times the error that rounding explains): it ignores the attention plug-in or keeps state outside the KV "
-            "cache. It cannot be used as a target."
+            "times the error that rounding explains): it ignores the attention plug-in, keeps state outside the KV "
+            "cache, or differs from its row in ARCHITECTURES. It cannot be used as a target."
         )
 
     def _errors(self, texts: _Texts) -> dict[str, Tensor]:
