@@ -40,8 +40,8 @@ class LayerState(NamedTuple):
         return LayerState(self.window[rows], None if self.recurrent is None else self.recurrent[rows])
 
     def row(self, index: int) -> LayerState:
-        """Returns the state of one sequence, as a view."""
-        return LayerState(self.window[index], None if self.recurrent is None else self.recurrent[index])
+        """Returns a copy of the state of one sequence, which keeps no others in memory."""
+        return LayerState(self.window[index].clone(), None if self.recurrent is None else self.recurrent[index].clone())
 
 
 States = dict[int, LayerState]  # of one sequence, by layer
@@ -166,11 +166,6 @@ class RecurrentStates:
     def layers(self) -> frozenset[int]:
         """The recurrent layers."""
         return frozenset(self._empty.states)
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of one state of all layers."""
-        return sum(part.nbytes for state in self._empty.states.values() for part in state if part is not None)
 
     def begin(self, work: Pass) -> PassStates:
         """Returns the states with which a pass begins; changes nothing.

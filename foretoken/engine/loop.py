@@ -13,7 +13,6 @@ of grammars in `_propose`, predictions in `Drafting.propose`, synthetic acceptan
 from __future__ import annotations
 
 import logging
-import traceback
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -152,15 +151,18 @@ class Engine:
         parts = self._next_parts()
         while parts:
             draft: Draft | None = None
-            part, clock = parts.pop(0), StageClock(self.target.device)
+            part, clock, is_memory_short = parts.pop(0), StageClock(self.target.device), False
             try:
                 draft = self._propose(part)
                 verified = self._accept(draft, *self._verify(part, draft, clock), clock)
             except Exception as err:  # noqa: BLE001 - one request's failure, whatever it is, must not end the others
-                parts = [*self._smaller(err, part, draft), *parts]
+                smaller = self._smaller(err, part, draft)
+                parts, is_memory_short = [*smaller, *parts], bool(smaller) and is_out_of_memory(err)
             else:
                 self._commit(verified, clock)
                 del verified  # it holds the logits of the pass
+            if is_memory_short:  # outside `except`: neither the error nor its causes hold tensors of the pass
+                self._memory.note_failure()
         self._scheduler.remove_finished()
 
     def _next_parts(self) -> list[Part]:
@@ -188,9 +190,6 @@ class Engine:
         if not fewer and len(decoding) + len(joining) == 1:
             fail([*decoding, *joining][0], error)
             return []
-        if is_out_of_memory(error):
-            traceback.clear_frames(error.__traceback__)  # they hold tensors of the pass
-            self._memory.note_failure()
         groups = [decoding] if fewer else [[sequence] for sequence in decoding]
         return [*(Part(group, [], fewer or most_nodes) for group in groups),
                 *(Part([], [each]) for each in joining)]  # fmt: skip

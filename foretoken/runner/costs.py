@@ -16,6 +16,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+import torch
 
 from foretoken.core.backend import runs_cpu_kernels
 from foretoken.core.passes import Pass
@@ -187,7 +188,7 @@ _STEP_WIDTHS = (1, 4)  # sequences; a choice, costs between them are interpolate
 _CURVES = {"tree": WIDTHS, "step": _STEP_WIDTHS, "prompt": _PROMPT_WIDTHS}
 COSTS_PREFIX = 128  # committed rows while trees and steps are timed; a choice: a short conversation
 _LONGEST_PROMPT_S = 0.5  # no wider chunk is timed after a longer one; a choice, part of `LIMIT_S`
-_FORMAT = 5  # of the kept file; older files are measured again
+_FORMAT = 6  # of the kept file; older files are measured again
 _log = logging.getLogger(__name__)
 
 
@@ -345,9 +346,8 @@ class _Passes:
         self._run(Pass.of_tree(tree, slots=slots, prefix_lens=prefix_lens, last_position=self._last_position))
 
     def _run(self, work: Pass) -> None:
-        output = self._decoder.run(work)
-        if output.logits is not None:
-            output.logits[0, 0].item()  # waits for an accelerator
+        self._decoder.run(work)
+        torch.zeros((), device=self._device).item()  # waits for an accelerator, also after passes without logits
 
 
 def _key(model: LoadedModel, decoder: str) -> str:

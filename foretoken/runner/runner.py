@@ -335,7 +335,9 @@ class Runner:
         kinds: dict[str, Any] = {
             "dtype": model.dtype, "device": model.device, "is_rounded": model.kv_cache_dtype == "int8",
         }  # fmt: skip
-        rows = affordable_rows(shapes, memory_bytes=memory_bytes, **kinds)
+        # A slot has the committed state, one before its prompt's last token, and those of the nodes of its last pass.
+        num_states = num_slots * (self.max_nodes + 2)
+        rows = affordable_rows(shapes, memory_bytes=memory_bytes, num_states=num_states, **kinds)
         wanted = min(context_len or model.context_len, model.context_len)
         has_states = any(shape.state is not None for shape in shapes)  # they are kept by slot, not by place
         shares_rows = shares_rows and rows < num_slots * (wanted + self.max_nodes) and not has_states

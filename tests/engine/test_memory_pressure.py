@@ -63,17 +63,26 @@ def give_clock(engine: LLM, clock: Clock) -> None:
     engine._engine._memory = MemoryPressure(torch.device("cpu"), now=clock)
 
 
-def test_nothing_holds_a_failed_pass_when_its_memory_is_freed(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("has_cause", [False, True])
+def test_nothing_holds_a_failed_pass_when_its_memory_is_freed(has_cause: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = llm(DRAFTERS["ngram"](None), max_num_seqs=3)
     held: list[Any] = []
     are_held: list[bool] = []
     original = engine.target.run
 
+    def allocate() -> None:
+        scratch = torch.zeros(8)
+        held.append(weakref.ref(scratch))
+        raise torch.OutOfMemoryError("no room")
+
     def run(work: Any) -> Any:
         if work.num_tokens > 3:
-            scratch = torch.zeros(8)
-            held.append(weakref.ref(scratch))
-            raise torch.OutOfMemoryError("no room")
+            try:
+                allocate()
+            except torch.OutOfMemoryError as err:
+                if has_cause:
+                    raise torch.OutOfMemoryError("no room for another way either") from err
+                raise
         return original(work)
 
     monkeypatch.setattr(engine.target, "run", run)

@@ -19,6 +19,10 @@ from foretoken.core.errors import ConfigError, ModelError, PassError
 from foretoken.core.passes import Pass
 from foretoken.core.token_tree import TokenTree, TreeRow
 from foretoken.decoder.recurrent_states import LayerState, PassStates
+from foretoken.decoder.slot_cache import affordable_rows
+from foretoken.models.loading import wrap_model
+from foretoken.runner.decoders import probe_layer_shapes
+from foretoken.runner.runner import Runner
 
 # Relative error of logits, as `FLOAT32_TOLERANCE`; the chunked form of an ordinary forward adds in another order.
 # At most 1e-5 is measured; the mutants below give 1e-2 and more.
@@ -254,3 +258,23 @@ def test_recurrent_draft_models_are_refused(tmp_path: Path) -> None:
     tiny_model("lfm2").save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match=r"has recurrent layers. Expected a draft model with attention"):
         LLM(tiny_model("llama"), speculative_config={"method": "draft_model", "model": str(tmp_path)})
+
+
+def test_states_are_part_of_the_memory_of_the_cache() -> None:
+    """Two states of a slot and one of each node, which a state's copy does not keep."""
+    model = wrap_model(tiny_model("qwen3_5"), name="tiny")
+    shapes = probe_layer_shapes(model.module)
+    state = sum(part.nbytes for shape in shapes for part in shape.state or () if part is not None)
+    kinds = {"dtype": model.dtype, "device": model.device}
+    row = 2 * 2 * 8 * 4  # keys and values of one layer, two heads, eight numbers of four bytes
+    assert affordable_rows(shapes, memory_bytes=100 * row + 7 * state, num_states=7, **kinds) == 100
+    with pytest.raises(ModelError, match=r"there is no memory for the KV cache of 'tiny', 2 sequences"):
+        Runner(model, num_slots=2, max_nodes=12, kv_cache_memory_bytes=28 * state)
+    runner = Runner(model, num_slots=2, max_nodes=12)
+    prefill(runner, 0, [1, 2, 3])
+    runner.verify([0], [3], TokenTree.from_rows([TreeRow([5, 6, 7, 8], [-1, 0, 0, 0])]))
+    runner.commit([0], [3], [[2]])
+    states = runner.cache.states
+    assert states is not None
+    kept = [part for layer in states._committed[0].states.values() for part in layer if part is not None]
+    assert all(part.untyped_storage().nbytes() == part.nbytes for part in kept)

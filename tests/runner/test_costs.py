@@ -18,6 +18,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from tiny_models import tiny_model
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from foretoken.core.passes import Pass
 from foretoken.core.token_tree import TokenTree, TreeRow
@@ -369,6 +370,36 @@ def test_the_passes_that_are_timed_are_those_that_are_made(monkeypatch: pytest.M
     assert timed == {*trees, (4, 4, True, True, 48), (1, 1, False, True, 0), (1, 32, False, True, 0)}
     widest = max(passes, key=lambda work: work.num_tokens)
     assert len(set(widest.tokens.tolist())) > 60, "other tokens are other experts"
+
+
+def test_passes_without_logits_are_waited_for_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An accelerator returns from a pass before it has computed anything."""
+    events: list[str] = []
+
+    class Reads(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func.overloadpacket is torch.ops.aten._local_scalar_dense:
+                events.append("read")
+            return func(*args, **(kwargs or {}))
+
+    class Watched:
+        name, is_exact = "lean-stock", True
+
+        def __init__(self, *arguments: Any) -> None:
+            self._decoder = make(*arguments)
+
+        def run(self, work: Pass) -> PassOutput:
+            output = self._decoder.run(work)
+            events.append("no logits" if output.logits is None else "logits")
+            return output
+
+    make = decoders.DECODERS["lean-stock"]
+    monkeypatch.setitem(decoders.DECODERS, "lean-stock", Watched)
+    with Reads():
+        measure_costs(wrap_model(tiny_model("llama"), name="tiny"), "lean-stock", limit_s=0.0)
+    after = {event: following for event, following in itertools.pairwise(events) if event != "read"}
+    assert after == {"logits": "read", "no logits": "read"}
+    assert events[-1] == "read"
 
 
 TOLD = CostCurve((1, 8, 64), (0.06, 0.1, 0.5))
