@@ -87,10 +87,11 @@ class PassStates:
     def of(cls, work: Pass, starts: Sequence[States]) -> PassStates:
         """Sorts the nodes of a pass by depth; `starts` are the states of its sequences.
 
-        Nodes that need logits may be accepted. Of a prompt, another text may begin behind or before the last token.
+        Nodes of trees that need logits may be accepted; of scored prompts they are not. Of a prompt, another text may
+        begin behind or before the last token.
         """
         above = work.parents.tolist()
-        wanted = set() if work.logit_rows is None else set(work.logit_rows.tolist())
+        wanted = set[int]() if work.logit_rows is None or work.is_causal else set(work.logit_rows.tolist())
         place: list[tuple[int, int]] = []
         tokens, parents, kept = list[list[int]](), list[list[int]](), set[int]()
         for sequence, (first, end) in enumerate(pairwise(work.offsets)):
@@ -191,14 +192,16 @@ class RecurrentStates:
 
     def commit(self, slots: Sequence[int], lengths: Sequence[int], paths: Sequence[Sequence[int]]) -> None:
         """Keeps the states of the last accepted nodes; arguments: see `Runner.commit`."""
+        committed: list[_At] = []
         for slot, length, path in zip(slots, lengths, paths, strict=True):
             last = self._last[slot]
             if last is None or last.length != length:
                 raise PassError(
                     f"slot {slot} has no nodes behind {length} tokens. Commit the last pass of a slot once."
                 )
-            self._committed[slot] = _At(length + 1 + len(path), last.after(path[-1] if path else 0))
-            self._last[slot] = None
+            committed.append(_At(length + 1 + len(path), last.after(path[-1] if path else 0)))
+        for slot, state in zip(slots, committed, strict=True):  # all or none: a failed iteration is repeated
+            self._committed[slot], self._last[slot] = state, None
 
     def reusable(self, slot: int, length: int) -> int:
         """Returns the longest prefix of a slot, at most `length` tokens, whose state is known."""
@@ -210,7 +213,8 @@ class RecurrentStates:
 
     def copy(self, source: int, slot: int, length: int) -> None:
         """Begins a slot with the first `length` tokens of another one. Raises `PassError` as `begin`."""
-        self._committed[slot], self._snapshots[slot], self._last[slot] = self._at(source, length), None, None
+        state = self._at(source, length)
+        self._committed[slot], self._snapshots[slot], self._last[slot] = state, state, None
 
     def assume(self, length: int) -> None:
         """Takes the state before any token for that behind `length` tokens, in all slots; for passes that are timed."""

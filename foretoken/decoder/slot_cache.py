@@ -297,8 +297,11 @@ class SlotCache:
             prefix: The row of each root.
             paths: Accepted nodes of each in order. Those of a chain are in place already, and cost nothing.
         """
-        if self.states is not None:
+        self._move_paths(slots, prefix, paths)
+        if self.states is not None:  # at last: if a move fails, the pass is repeated from the old states
             self.states.commit(slots, prefix, paths)
+
+    def _move_paths(self, slots: Sequence[int], prefix: Sequence[int], paths: Sequence[Sequence[int]]) -> None:
         moved: list[tuple[int, int, Sequence[int]]] = []
         for slot, root, path in zip(slots, prefix, paths, strict=True):
             if path and list(path) != list(range(1, len(path) + 1)):

@@ -248,6 +248,9 @@ class Engine:
         clock.mark()
         if asked.trees is not None:
             paths = [outcome.path for outcome in outcomes[: draft.tree.batch_size]]
+            if self.target.cache.states is not None:  # rows past a stop token do no harm, a state past it is lost
+                ended = zip(asked.sequences, outcomes, paths, strict=False)
+                paths = [sequence.until_stop(path, outcome.tokens) for sequence, outcome, path in ended]
             self.target.commit(asked.trees.slots, asked.trees.prefix_lens, paths)
         return VerifiedBatch(asked, draft, output, outcomes, lossy_tv, traces)
 

@@ -375,6 +375,9 @@ class Scheduler:
             for s in self.running
             if s.finish_reason is None and s.num_cached < len(s.tokens) - 1 and s.cache_salt == salt
         }
+        if self._target.cache.states is not None:  # inside a prompt no state is kept
+            ends = {s.slot: len(s.tokens) - 1 for s in self.running}
+            shared = {slot: length for slot, length in shared.items() if length >= ends[slot]}
         coming = max((shared[s.slot] for s in self.running if s.num_cached < shared.get(s.slot, 0)), default=0)
         if coming < LEAST_PREFIX:
             return False

@@ -150,6 +150,10 @@ class Sequence:
                 return count
         return len(tokens)
 
+    def until_stop(self, path: list[int], tokens: Seq[int]) -> list[int]:
+        """Returns the nodes of an accepted path before its first stop token: the cached text ends there."""
+        return path[: next((at for at, token in enumerate(tokens) if token in self._stop_ids), None)]
+
     def credit(self, step: SequenceStep) -> None:
         """Records who proposed the tokens that an iteration appended."""
         self.accepted_from += step.accepted_from

@@ -157,7 +157,9 @@ def sizes_of(module: Any, config: Any, itemsize: int) -> ModelSizes:
     embedding, head = module.get_input_embeddings(), module.get_output_embeddings()
     is_rounded = isinstance(embedding, QuantizedEmbedding)  # and so not among the parameters
     is_tied = bool(tied) or head is None or is_rounded or head.weight is embedding.weight
-    heads = config.num_attention_heads
+    heads = getattr(config, "num_attention_heads", None)
+    if not heads:
+        raise ModelError(f"'{config.model_type}' has no attention. Expected a model whose KV rows can be counted.")
     kv_heads, head_dim = getattr(config, "num_key_value_heads", None) or heads, getattr(config, "head_dim", None)
     rank = getattr(config, "kv_lora_rank", None)
     if rank:  # one compressed row instead of keys and values

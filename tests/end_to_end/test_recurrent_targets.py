@@ -99,3 +99,51 @@ def test_a_slot_whose_request_was_aborted(architecture: str) -> None:
         next(chunks)
     chunks.close()
     assert_same_text(llm.generate([LONG, LONG[5:], LONG[9:]], params), want, ["a", "b", "c"], tolerance=1e-4)
+
+
+@pytest.mark.parametrize("architecture", ["qwen3_5", "lfm2"])
+def test_the_next_turn_begins_before_a_drafted_stop_token(architecture: str) -> None:
+    """The draft goes on behind the stop token, and the target agrees: the text ends before it all the same."""
+    plain_params = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True)
+    text = list(without_cache(architecture, [LONG], plain_params)[0].outputs[0].token_ids)
+    stop = next(at for at in range(6, 20) if text.index(text[at]) == at)
+    llm = LLM(
+        module(architecture), max_num_seqs=2,
+        speculative_config={"method": "oracle", "references": [[*LONG, *text]], "pattern": [4], "tree": "chain"},
+    )  # fmt: skip
+    params = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True, stop_token_ids=[text[stop]])
+    (first,) = llm.generate([LONG], params)
+    turn = [*LONG, *first.outputs[0].token_ids, 7, 8, 9]
+    (second,) = llm.generate([turn], plain_params)
+    assert second.num_cached_tokens == len(turn) - 4
+    assert_same_text([second], without_cache(architecture, [turn], plain_params), ["next"], tolerance=1e-4)
+
+
+def test_prompts_that_share_a_beginning_do_not_wait_for_each_other() -> None:
+    """No state is kept inside a prompt, so nothing could be reused: all are read in the first pass."""
+    params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+    llm = LLM(module("qwen3_5"), max_num_seqs=4)
+    passes, run = [], llm.target.run
+    llm.target.run = lambda work: passes.append(work) or run(work)  # type: ignore[method-assign]
+    llm.generate([[*LONG, 50 + each, 7] for each in range(4)], params)
+    assert len(passes) == params.max_tokens
+
+
+def test_an_iteration_that_fails_while_rows_are_moved_is_repeated() -> None:
+    params = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
+    want = without_cache("qwen3_5", PROMPTS[1:3], params)
+    told = [[*each.prompt_token_ids, *each.outputs[0].token_ids] for each in want]
+    llm = LLM(
+        module("qwen3_5"), max_num_seqs=2,
+        speculative_config={"method": "oracle", "references": told, "pattern": [3], "tree": "tree"},
+    )  # fmt: skip
+    move, failures = llm.target.cache.move_rows, [torch.OutOfMemoryError("out of memory")]
+
+    def fail_once(*arguments: Any) -> None:
+        if failures:
+            raise failures.pop()
+        move(*arguments)
+
+    llm.target.cache.move_rows = fail_once  # type: ignore[method-assign]
+    assert_same_text(llm.generate(PROMPTS[1:3], params), want, ["a", "b"], tolerance=1e-4)
+    assert not failures

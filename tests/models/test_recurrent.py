@@ -278,3 +278,16 @@ def test_states_are_part_of_the_memory_of_the_cache() -> None:
     assert states is not None
     kept = [part for layer in states._committed[0].states.values() for part in layer if part is not None]
     assert all(part.untyped_storage().nbytes() == part.nbytes for part in kept)
+
+
+@pytest.mark.parametrize("is_scored", [False, True])
+def test_a_prompt_keeps_two_states(is_scored: bool) -> None:
+    runner, prompt = tiny_runner("qwen3_5"), prompts()[1]
+    states = runner.cache.states
+    assert states is not None
+    for slot in SLOTS:
+        work = Pass.of_chains([prompt], slots=[slot], prefix_lens=[0])
+        runner.run(work.with_all_logits() if is_scored else work)
+        last = states._last[slot]
+        assert last is not None
+        assert all(len(levels) == 2 for levels in last.states.kept.values())
