@@ -5,7 +5,7 @@
 
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = [
     "LLM", "AsyncEngineArgs", "AsyncLLM", "CompletionOutput", "EngineArgs", "EngineStopped", "ForetokenError",
     "PromptType", "QueueFull", "RequestOutput", "RequestOutputKind", "SamplingParams", "StreamChunk",

@@ -7,6 +7,7 @@ import json
 from itertools import groupby
 from typing import Any
 
+import openai
 import pydantic
 import pytest
 from openai.types.responses import Response
@@ -249,6 +250,12 @@ def test_calls_of_a_message_are_not_copied_for_each_further_one() -> None:
     _add_to(message, {"type": "function_call", "call_id": "b", "name": "f", "arguments": "{}"})
     assert message["tool_calls"] is calls
     assert [call["id"] for call in calls] == ["a", "b"]
+
+
+def test_nothing_is_stored(speculative: LiveServer) -> None:
+    name = respond(speculative, "text").id
+    with pytest.raises(openai.NotFoundError, match="no such path"):
+        speculative.client().responses.retrieve(name)
 
 
 def test_a_model_without_a_template() -> None:
