@@ -20,7 +20,7 @@ _ENOUGH = 1.0  # with which drafting resumes after the account was empty
 GAP = 32  # least iterations between two explorations
 # Tokens of an output before any has ended, and weight of one that ends among those before; choices.
 _USUAL_LEN, _LEN_RATE = 256.0, 0.1
-_COPY_FADE = 0.99  # of the share of copied tokens, a token; a choice: about a text
+_COPY_FADE = 0.99  # decay per token of the share of copied tokens; a choice: about the length of a text
 
 
 class Account:

@@ -184,7 +184,7 @@ def _read_values(text: str, *, is_nested: bool = False, is_unclosed: bool = Fals
 
 
 def _inner(text: str) -> str:
-    """Returns a value without its closing tag, which may be doubled in the same layout."""
+    """Returns a value without its closing tag, which some models write twice."""
     closing = "\n</parameter>" if text.startswith("\n") else "</parameter>"
     text = text.rstrip().removesuffix("</parameter>")
     for _ in range(_MOST_DOUBLED):
