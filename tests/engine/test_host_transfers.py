@@ -24,7 +24,7 @@ from foretoken.trees import dynamic
 
 TRANSFERS = ("tolist", "item", "cpu", "numpy", "__bool__", "__int__", "__float__", "__index__")
 PACKAGE = str(Path(foretoken.__file__).parent)
-NATIVE = str(Path(PACKAGE) / "decoder" / "native")  # modules for CPUs alone
+NATIVE = tuple(str(Path(PACKAGE) / room / "native") for room in ("decoder", "drafters"))  # modules for CPUs alone
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ import torch
 
 from fuzz.worker import Report, Settings, run_cases
 
-TARGETS = ("requests", "threads", "models", "checkpoints", "bodies")
+TARGETS = ("requests", "threads", "models", "checkpoints", "caches", "bodies")
 _PROGRESS = 25  # cases between two lines that say how far a run is
 
 

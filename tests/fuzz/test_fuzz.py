@@ -43,6 +43,7 @@ def slow(*values: Any) -> Any:
         slow("threads", range(2, 4), Settings(seed=2026)),
         ("models", range(16), Settings(seed=2026)),
         ("checkpoints", range(12), Settings(seed=2026)),
+        ("caches", range(4), Settings(seed=4)),
         ("bodies", range(1), Settings(seed=2026)),
         slow("bodies", range(1, 4), Settings(seed=2026)),
     ],

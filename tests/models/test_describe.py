@@ -93,7 +93,13 @@ def test_a_model_that_cannot_be_a_target_is_described_all_the_same(directory: Pa
     "config",
     [
         hf.T5Config(vocab_size=67, d_model=32, num_layers=2, num_heads=4, d_ff=48),
-        hf.MambaConfig(vocab_size=67, hidden_size=32, num_hidden_layers=2),
+        hf.MiniMaxConfig(
+            vocab_size=67,
+            hidden_size=32,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            layer_types=["linear_attention"] * 2,
+        ),
         hf.ViTConfig(hidden_size=32, num_hidden_layers=2, num_attention_heads=4),
         hf.CLIPConfig(),
     ],

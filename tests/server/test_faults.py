@@ -32,7 +32,9 @@ def test_every_fault_has_tests_that_exist(fault: str, tests: list[tuple[str, str
     assert tests, fault
     for path, name in tests:
         tree = ast.parse((ROOT / path).read_text(encoding="utf-8"))
-        assert name in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}, f"{path}::{name}"
+        assert name in {node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}, (
+            f"{path}::{name}"
+        )
 
 
 def test_no_duration_is_read_off_a_clock_that_may_jump() -> None:
