@@ -226,12 +226,17 @@ class PaddedModel:
     @property
     def origins(self) -> dict[str, str]:
         """Every tensor, with its original."""
-        last = self.small.num_layers - 1
         found = {key: key for key in self.small.weights.shapes}
-        parts = [match for match in map(_BLOCK.fullmatch, found) if match is not None and int(match[1]) == last]
-        for layer in range(last + 1, self.num_layers):
-            found |= {f"model.layers.{layer}.{match[2]}": match[0] for match in parts}
+        for layer in range(self.small.num_layers, self.num_layers):
+            found |= {f"model.layers.{layer}.{match[2]}": match[0] for match in self._last_block}
         return found
+
+    @property
+    def _last_block(self) -> list[re.Match[str]]:
+        """The tensors of the small model's last block, which the further blocks repeat."""
+        last = self.small.num_layers - 1
+        blocks = map(_BLOCK.fullmatch, self.small.weights.shapes)
+        return [match for match in blocks if match is not None and int(match[1]) == last]
 
     @property
     def num_bytes(self) -> int:
@@ -239,7 +244,8 @@ class PaddedModel:
         shapes = self.small.weights.shapes
         stored = sum(file.stat().st_size for file in self.small.path.glob("*.safetensors"))
         itemsize = self.dtype.itemsize if self.dtype else round(stored / sum(map(prod, shapes.values())))
-        return sum(map(self._num_elements, self.origins.values())) * itemsize
+        added = (self.num_layers - self.small.num_layers) * sum(self._num_elements(each[0]) for each in self._last_block)
+        return (sum(map(self._num_elements, shapes)) + added) * itemsize
 
     def tensors(self, padding: Padding) -> Iterator[tuple[str, Tensor]]:
         """Yields every tensor with its name, on the device of `padding`."""
