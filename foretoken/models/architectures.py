@@ -23,7 +23,7 @@ class LeanArchitecture:
 
     Attributes:
         norms: Names of a layer's norms, by the fields of `Block`.
-        norm_offset: Added to a norm's weight. GGUF files hold the sum.
+        norm_offset: Added to a norm's weight.
         activation: The configuration's entry that names the activation.
         window: Source of the sliding window: "none", "config" (one for all layers), or "layer"
             (`self_attn.sliding_window`).
@@ -60,9 +60,13 @@ class GgufArchitecture:
     Attributes:
         name: Of the architecture in the file.
         own_parts: The parts of a block by their tensors' names, where they differ from Llama's.
+        own_weights: Weights of a block by their tensors' whole names, where transformers' names end otherwise.
+        outer: The parts outside blocks by their tensors' names, where they differ from Llama's.
         switches: Fields that a tensor's presence tells.
         epsilon: The key of the norms' epsilon, and its field.
         is_permuted: Whether rows of queries and keys are in pairs that turn together, see `Settings.row_order`.
+        norm_offset: What a file adds to weights of norms, except for those of recurrent layers.
+        keys: Further keys that `gguf_hybrids` reads.
         scales: Fields of factors by their keys.
         window: How many layers from one without a window to the next; 0: no layer has its own.
         default_window: Of a file that does not state it; None for none.
@@ -76,9 +80,13 @@ class GgufArchitecture:
 
     name: str
     own_parts: Mapping[str, str] = field(default_factory=dict)
+    own_weights: Mapping[str, str] = field(default_factory=dict, kw_only=True)
+    outer: Mapping[str, str] = field(default_factory=dict, kw_only=True)
     switches: Mapping[str, str] = field(default_factory=dict)
     epsilon: tuple[str, str] = ("attention.layer_norm_rms_epsilon", "rms_norm_eps")
     is_permuted: bool = False
+    norm_offset: float = 0.0
+    keys: tuple[str, ...] = ()
     scales: Mapping[str, str] = field(default_factory=dict)
     window: int = 0
     default_window: int | None = None
@@ -127,6 +135,18 @@ _GEMMA = LeanArchitecture(
     norms=_NORMS | _OLMO_NORMS | {"mlp_norm": "pre_feedforward_layernorm"}, norm_offset=1.0,
     activation="hidden_activation", window="layer",
 )  # fmt: skip
+_LFM2 = {
+    "attn_output": "self_attn.out_proj", "attn_q_norm": "self_attn.q_layernorm",
+    "attn_k_norm": "self_attn.k_layernorm", "attn_norm": "operator_norm", "ffn_norm": "ffn_norm",
+    "ffn_gate": "feed_forward.w1", "ffn_up": "feed_forward.w3", "ffn_down": "feed_forward.w2",
+    **{f"shortconv.{part}": f"conv.{part}" for part in ("conv", "in_proj", "out_proj")},
+}  # fmt: skip
+_DELTA_NET = {
+    "attn_qkv": "linear_attn.in_proj_qkv", "attn_gate": "linear_attn.in_proj_z", "ssm_beta": "linear_attn.in_proj_b",
+    "ssm_alpha": "linear_attn.in_proj_a", "ssm_conv1d": "linear_attn.conv1d", "ssm_norm": "linear_attn.norm",
+    "ssm_out": "linear_attn.out_proj",
+}  # fmt: skip
+_SSM_KEYS = tuple(f"ssm.{key}" for key in ("conv_kernel", "state_size", "group_count", "time_step_rank", "inner_size"))
 ARCHITECTURES = {
     "llama": Architecture("LlamaForCausalLM", LeanArchitecture(), GgufArchitecture(
         "llama", switches=_BIASES, is_permuted=True, has_own_head_dim=True, is_lean=True), is_plain=True),
@@ -143,9 +163,9 @@ ARCHITECTURES = {
         "starcoder2", {"ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"}, {"use_bias": "blk.0.attn_q.bias"},
         epsilon=("attention.layer_norm_epsilon", "norm_epsilon"))),
     "gemma2": Architecture("Gemma2ForCausalLM", replace(_GEMMA, softcap=True), GgufArchitecture(
-        "gemma2", _GEMMA_NORMS, window=2, default_window=4096, has_own_head_dim=True)),
+        "gemma2", _GEMMA_NORMS, norm_offset=1.0, window=2, default_window=4096, has_own_head_dim=True)),
     "gemma3_text": Architecture("Gemma3ForCausalLM", _GEMMA, GgufArchitecture(
-        "gemma3", _GEMMA_NORMS, window=6, has_own_head_dim=True, is_lean=True, activation="gelu_tanh",
+        "gemma3", _GEMMA_NORMS, norm_offset=1.0, window=6, has_own_head_dim=True, is_lean=True, activation="gelu_tanh",
         scales_embedding=True, has_head_norms=True)),
     "qwen3_moe": Architecture("Qwen3MoeForCausalLM", _LAYER_WINDOW, GgufArchitecture(
         "qwen3moe", _EXPERTS | {"ffn_gate_inp": "mlp.gate"}, _BIAS, has_own_head_dim=True)),
@@ -168,8 +188,15 @@ ARCHITECTURES = {
     "cohere2": Architecture("Cohere2ForCausalLM", gguf=GgufArchitecture(
         "cohere2", switches=_BIAS, epsilon=_LAYER_NORM, scales=_LOGIT_SCALE, window=4)),
     "gpt_oss": Architecture("GptOssForCausalLM", gguf=GgufArchitecture("gpt-oss", _EXPERTS | {
-        "attn_sinks": "self_attn.sinks", "post_attention_norm": "post_attention_layernorm",
-        "ffn_gate_inp": "mlp.router"}, _BIAS, window=2, has_own_head_dim=True)),
+        "post_attention_norm": "post_attention_layernorm", "ffn_gate_inp": "mlp.router"}, _BIAS,
+        own_weights={"attn_sinks.weight": "self_attn.sinks"}, window=2, has_own_head_dim=True)),
+    "lfm2": Architecture("Lfm2ForCausalLM", gguf=GgufArchitecture(
+        "lfm2", _LFM2, outer={"token_embd_norm": "model.embedding_norm"},
+        epsilon=("attention.layer_norm_rms_epsilon", "norm_eps"), keys=("shortconv.l_cache",))),
+    "qwen3_5_text": Architecture("Qwen3_5ForCausalLM", gguf=GgufArchitecture(
+        "qwen35", _DELTA_NET | {"post_attention_norm": "post_attention_layernorm"},
+        own_weights={"ssm_a": "linear_attn.A_log", "ssm_dt.bias": "linear_attn.dt_bias"}, norm_offset=1.0,
+        keys=("full_attention_interval", "rope.dimension_sections", *_SSM_KEYS), has_own_head_dim=True)),
 }  # fmt: skip
 LEAN_ARCHITECTURES = {each.name: each.lean for each in ARCHITECTURES.values() if each.lean is not None}
 GGUF_ARCHITECTURES = {kind: each.gguf for kind, each in ARCHITECTURES.items() if each.gguf is not None}

@@ -136,7 +136,7 @@ def write(
         add_tokenizer(writer)
     for key, value in (values or {}).items():
         is_whole = key.startswith(("general.", "split.", "tokenizer."))
-        _replace(writer, key if is_whole else f"{architecture}.{key}", value)
+        replace_value(writer, key if is_whole else f"{architecture}.{key}", value)
     for add in adds:
         add(writer)
     stands_for: dict[str, torch.Tensor] = {}
@@ -169,7 +169,7 @@ def write(
     return stands_for
 
 
-def _replace(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
+def replace_value(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
     """Adds a value of the type that fits best, in place of one with the same key; None adds none."""
     writer.kv_data[0].pop(key, None)
     add = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, list: writer.add_array}

@@ -1,7 +1,8 @@
 """Opens GGUF files of llama.cpp: as transformers models whose matrices stay in integers, and as lean weights.
 
 Each tensor of a file is one weight of transformers, except for experts: a file has three tensors for all experts of a
-layer, gate, up and down. A setting or a tensor that is not known is refused, because it may change the model.
+layer, gate, up and down. What llama.cpp's conversion did to values, rows and columns is undone. A setting or a tensor
+that is not known is refused, because it may change the model.
 
 `LeanFile` reads the weights for lean decoders without transformers, which takes seconds to import: for the
 architectures that most files have. Other files, and files with tensors that do not fit, are read through the model of
@@ -30,6 +31,7 @@ from foretoken.models.architectures import ARCHITECTURES, GgufArchitecture, Lean
 from foretoken.models.stored import PARTS, StoredModel, experts_of, label_of_inputs
 from foretoken.models.stored.gguf_config import BLOCK, LONG_ROPE_FACTORS, ROPE_FACTORS, Settings, read_settings, refusal
 from foretoken.models.stored.gguf_file import GgufFile, read_gguf
+from foretoken.models.stored.gguf_hybrids import logarithms
 from foretoken.models.stored.gguf_tokenizer import build_tokenizer, read_vocabulary
 from foretoken.models.weight_files import meta_model, untied_shapes
 
@@ -67,6 +69,7 @@ def stored_model(settings: Settings) -> StoredModel:
         config.tie_word_embeddings = False
         names["lm_head.weight"] = "token_embd.weight"
     module, stored = _checked_module(file, config, names), {key: file.tensors[name] for key, name in names.items()}
+    shapes = untied_shapes(module)
     kept = {
         f"{linear}.weight"
         for linear, part in module.named_modules()
@@ -83,21 +86,18 @@ def stored_model(settings: Settings) -> StoredModel:
 
     def matrix(part: str, dtype: torch.dtype) -> QuantizedMatrix:
         expert = None if experts_of(part) is None else int(part.rsplit(".", 2)[1])
-        return file.matrix(in_integers[part], dtype, settings.row_order(in_integers[part]), part=expert)
+        name = in_integers[part]
+        found, order = file.matrix(name, dtype, settings.row_order(name), part=expert), settings.column_order(name)
+        return found if order is None else replace(found, input_order=order.argsort().int())
 
     def dense(dtype: torch.dtype) -> dict[str, Tensor]:
-        tensors = {
-            key: file.dense(name, settings.row_order(name)).to(dtype) for key, name in names.items() if key not in kept
-        }
+        tensors = {key: _restored(settings, name).to(dtype) for key, name in names.items() if key not in kept}
+        tensors |= {key: tensors[key].view(shapes[key]) for key in tensors.keys() & shapes.keys()}
         for owner, kind in sorted({match.groups() for key in tensors if (match := _EXPERTS.fullmatch(key))}):
             keys = [f"{owner}.{part}.{kind}" for part in PARTS]
             parts = [tensors.pop(key) for key in keys if key in tensors]
             if len(parts) == len(keys):  # `build` refuses some of them in integers
                 tensors |= _joined_experts(owner, kind, config, *parts)
-        lean = ARCHITECTURES[settings.model_type].lean
-        if lean is not None and lean.norm_offset:
-            norms = [key for key in tensors if key.endswith("norm.weight")]
-            tensors |= {key: file.dense(names[key]).float() - lean.norm_offset for key in norms}
         return tensors
 
     return StoredModel(
@@ -112,6 +112,17 @@ def _label(file: GgufFile, names: Iterable[str]) -> str:
     return f"GGUF, {' and '.join(sorted(types))}"
 
 
+def _restored(settings: Settings, name: str) -> Tensor:
+    """Returns a tensor with transformers' values, rows and columns."""
+    tensor, offset = settings.file.dense(name, settings.row_order(name)), settings.architecture.norm_offset
+    if offset and name.endswith("norm.weight") and not name.endswith(".ssm_norm.weight"):
+        return tensor.float() - offset
+    if name.endswith(".ssm_a"):
+        return logarithms(settings, name, tensor)
+    order = settings.column_order(name)
+    return tensor if order is None else tensor[:, order]
+
+
 def _joined_experts(owner: str, kind: str, config: Any, gate: Tensor, up: Tensor, down: Tensor) -> dict[str, Tensor]:
     names = [f"{owner}.{part}{'_bias' if kind == 'bias' else ''}" for part in ("gate_up_proj", "down_proj")]
     if config.model_type != "gpt_oss":
@@ -123,24 +134,33 @@ def _joined_experts(owner: str, kind: str, config: Any, gate: Tensor, up: Tensor
 
 def _tensor_names(file: GgufFile, architecture: GgufArchitecture) -> dict[str, str]:
     """Returns the file's name of every weight of transformers."""
-    parts, names, unknown = architecture.parts, {}, []
+    names, unknown = dict[str, str](), []
     for name in file.tensors:
-        stem, _, kind = name.rpartition(".")
-        match = BLOCK.fullmatch(stem)
-        part = parts.get(match[2]) if match else _OUTER.get(stem)
         if name in (ROPE_FACTORS, *LONG_ROPE_FACTORS):
             continue
-        if part is None or kind not in ("weight", "bias"):
+        key = _key(name, architecture)
+        if key is None or key in names:
             unknown.append(name)
-            continue
-        key = f"model.layers.{int(match[1])}.{part}.{kind}" if match else f"{part}.{kind}"
-        names[key.replace(".sinks.weight", ".sinks")] = name
+        else:
+            names[key] = name
     if unknown:
         raise ModelError(
             f"'{file.path}' has tensors that its architecture lacks: {listed(unknown)}. Expected only known tensors. "
             "Use another file, or safetensors of the model."
         )
     return names
+
+
+def _key(name: str, architecture: GgufArchitecture) -> str | None:
+    """Returns the name in transformers of a file's tensor, None for an unknown one."""
+    match = BLOCK.fullmatch(name)
+    if match and match[2] in architecture.own_weights:
+        return f"model.layers.{match[1]}.{architecture.own_weights[match[2]]}"
+    stem, _, kind = (match[2] if match else name).rpartition(".")
+    part = architecture.parts.get(stem) if match else {**_OUTER, **architecture.outer}.get(stem)
+    if part is None or kind not in ("weight", "bias"):
+        return None
+    return f"model.layers.{match[1]}.{part}.{kind}" if match else f"{part}.{kind}"
 
 
 def _checked_module(file: GgufFile, config: Any, names: dict[str, str]) -> nn.Module:
@@ -173,6 +193,8 @@ def _file_shapes(shapes: dict[str, tuple[int, ...]], config: Any) -> dict[str, t
             found |= {f"{owner}.experts.{each}.{kind}": halves for each in ("gate_proj", "up_proj")}
         elif part.startswith("down_proj"):
             found[f"{owner}.experts.down_proj.{kind}"] = own
+        elif not owner and len(shape) == 3 and shape[1] == 1:  # a convolution of single channels
+            found[key] = (shape[0], shape[2])
         else:
             found[key] = shape
     return found

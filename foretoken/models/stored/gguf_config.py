@@ -19,6 +19,7 @@ from foretoken.core.checks import shown
 from foretoken.core.errors import ModelError, foreign_errors_as, listed, one_line
 from foretoken.models.architectures import GGUF_ARCHITECTURES, GgufArchitecture
 from foretoken.models.config import check_sizes, is_size
+from foretoken.models.stored.gguf_hybrids import head_columns, head_rows, kv_heads, recurrent_fields, sections
 from foretoken.models.stored.gguf_tokenizer import read_vocabulary
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 
 _LAYERS_OF_EXAONE4_32B = 64  # llama.cpp recognises these models by their layers too
 _LAYERS_OF_27B = {"gemma2": 46, "gemma3": 62}
-BLOCK = re.compile(r"blk\.(0|[1-9][0-9]{0,5})\.(\w+)")
+BLOCK = re.compile(r"blk\.(0|[1-9][0-9]{0,5})\.(.+)")
 ROPE_FACTORS = "rope_freqs.weight"  # one for each pair of a head, in place of a formula's parameters
 LONG_ROPE_FACTORS = ("rope_factors_short.weight", "rope_factors_long.weight")
 _SIZES = {
@@ -56,8 +57,8 @@ _DERIVED = {
 }
 
 
-class _Values:
-    """The values of a file's architecture, by their names without it."""
+class Values:
+    """The values of a file's architecture, by their names without it; raises `ModelError` for unknown ones."""
 
     def __init__(self, file: GgufFile) -> None:
         self.path = file.path
@@ -83,18 +84,26 @@ class _Values:
         if self.is_mixture != ("ffn_gate_inp" in self.architecture.parts):
             found, wanted = ("is a mixture of", "a dense model") if self.is_mixture else ("has no", "some")
             raise self.refusal(f"{found} experts", wanted)
-        known = {*_SIZES, *_OTHERS, *_DERIVED, *self.architecture.scales, self.architecture.epsilon[0]}
+        own = (*self.architecture.scales, *self.architecture.keys, self.architecture.epsilon[0])
+        known = {*_SIZES, *_OTHERS, *_DERIVED, *own}
         unknown = self.own.keys() - known
         if unknown:
             raise self.refusal(f"has {prefix}{listed(unknown)}, which may change the model", "known settings")
 
     def refusal(self, what: str, expected: str) -> ModelError:
+        """Returns the error for a file that `what` says of."""
         return ModelError(f"'{self.path}' {what}. Expected {expected}. Use another file, or safetensors of the model.")
 
-    def number(self, key: str, default: Any = None) -> Any:
+    def value(self, key: str, default: Any = None) -> Any:
+        """Returns a setting, or its default; raises `ModelError` if the setting is missing and has no default."""
         value = self.own.get(key, default)
         if value is None:
             raise self.refusal(f"lacks {self.name}.{key}", "every setting of its architecture")
+        return value
+
+    def number(self, key: str, default: Any = None) -> Any:
+        """Returns a positive number, the same one for all layers; raises `ModelError` for another value."""
+        value = self.value(key, default)
         expected = "a positive number"
         if isinstance(value, list) and value:  # one for each layer
             expected = "the same positive number for all layers"
@@ -104,6 +113,7 @@ class _Values:
         return value
 
     def size(self, key: str, default: Any = None) -> int:
+        """Returns a positive whole number, as `number`."""
         value = self.number(key, default)
         if not is_size(value):
             raise self.refusal(f"has {shown(value)} as {self.name}.{key}", "a positive whole number")
@@ -133,13 +143,16 @@ class Settings(NamedTuple):
         llama.cpp rotates pairs of rows 0 and 1, 2 and 3, and so on; transformers pairs each row of a head's first half
         with one of its second half.
         """
-        match = BLOCK.match(name)
-        part = match[2] if match and self.architecture.is_permuted else ""
+        part = _part(name)
         field = {"attn_q": "num_attention_heads", "attn_k": "num_key_value_heads"}.get(part)
-        if field is None:
-            return None
-        rows = self.file.tensors[name].shape[0]
-        return torch.arange(rows).view(self.fields[field], -1, 2).transpose(1, 2).flatten()
+        if field is not None and self.architecture.is_permuted:
+            rows = self.file.tensors[name].shape[0]
+            return torch.arange(rows).view(self.fields[field], -1, 2).transpose(1, 2).flatten()
+        return head_rows(self, part)
+
+    def column_order(self, name: str) -> Tensor | None:
+        """Returns the order of a matrix's columns in transformers, (columns,) int64; None for the file's own."""
+        return head_columns(self, _part(name))
 
     def config(self) -> Any:
         """Returns transformers' configuration; raises `ModelError` for a setting that it does not know."""
@@ -160,7 +173,7 @@ class Settings(NamedTuple):
 
 def read_settings(file: GgufFile) -> Settings:
     """Returns the settings of a file; raises `ModelError` for unknown architectures, unknown and missing settings."""
-    values = _Values(file)
+    values = Values(file)
     architecture, vocabulary = values.architecture, read_vocabulary(file)
     ends = vocabulary.ends
     inner = values.own.get("expert_feed_forward_length")
@@ -178,11 +191,11 @@ def read_settings(file: GgufFile) -> Settings:
     head_dim = values.size("attention.key_length", plain_dim)
     if values.size("attention.value_length", head_dim) != head_dim:
         raise values.refusal("has values of another length than keys", "one length")
-    kv_heads = values.size("attention.head_count_kv", heads)
+    num_kv_heads, has_attention = kv_heads(values, layers, heads)
     if "attn_qkv" not in architecture.parts:
-        file = _with_split_tensors(file, [heads * head_dim, kv_heads * head_dim, kv_heads * head_dim])
-    fields |= {
-        "num_key_value_heads": kv_heads,
+        file = _with_split_tensors(file, [heads * head_dim, num_kv_heads * head_dim, num_kv_heads * head_dim])
+    fields |= recurrent_fields(values, layers, has_attention) | {
+        "num_key_value_heads": num_kv_heads,
         "rope_parameters": _rope(values, file, head_dim),
         "bos_token_id": vocabulary.ids.get("bos"),
         "eos_token_id": ends if len(ends) > 1 else ends[0] if ends else None,
@@ -209,12 +222,18 @@ def read_settings(file: GgufFile) -> Settings:
     return Settings(file, values.model_type, architecture, fields, others)
 
 
+def _part(name: str) -> str:
+    """Returns a tensor's name without its block and kind: "attn_q" of "blk.0.attn_q.weight"; "" outside blocks."""
+    match = BLOCK.fullmatch(name)
+    return match[2].removesuffix(".weight").removesuffix(".bias") if match else ""
+
+
 def refusal(what: str, path: Path, error: Exception) -> str:
     """Returns the message for an error of another library in a part of a file."""
     return f"the {what} of '{path}' cannot be read: {one_line(error)}. Copy or download the file again."
 
 
-def _without_next_token_layers(values: _Values, file: GgufFile, fields: dict[str, Any]) -> GgufFile:
+def _without_next_token_layers(values: Values, file: GgufFile, fields: dict[str, Any]) -> GgufFile:
     """Leaves out the layers behind the last one, which predict further tokens; changes the number in `fields`."""
     layers = fields["num_hidden_layers"]
     blocks = {name: int(match[1]) for name in file.tensors if (match := BLOCK.match(name))}
@@ -249,7 +268,7 @@ def _with_split_tensors(file: GgufFile, sizes: list[int]) -> GgufFile:
     return replace(file, tensors=tensors)
 
 
-def _scales(values: _Values, head_dim: int) -> dict[str, float]:
+def _scales(values: Values, head_dim: int) -> dict[str, float]:
     plain = {"attention_multiplier": head_dim**-0.5}
     return {
         field: float(
@@ -259,7 +278,7 @@ def _scales(values: _Values, head_dim: int) -> dict[str, float]:
     }
 
 
-def _mixture(values: _Values, intermediate: int) -> dict[str, Any]:
+def _mixture(values: Values, intermediate: int) -> dict[str, Any]:
     count, top_k = values.size("expert_count"), values.size("expert_used_count")
     if top_k > count:
         raise values.refusal(f"takes {top_k} of {count} experts", "at most all")
@@ -270,12 +289,13 @@ def _mixture(values: _Values, intermediate: int) -> dict[str, Any]:
     return {"num_experts": count, "num_experts_per_tok": top_k, "moe_intermediate_size": inner, "norm_topk_prob": True}
 
 
-def _rope(values: _Values, file: GgufFile, head_dim: int) -> dict[str, Any]:
+def _rope(values: Values, file: GgufFile, head_dim: int) -> dict[str, Any]:
     theta, rotated = float(values.number("rope.freq_base", 10000.0)), values.size("rope.dimension_count", head_dim)
     plain = {"rope_type": "default", "rope_theta": theta}
     rope = plain | _scaling(values, file, rotated, theta)
-    if values.name in ("phi3", "glm4"):
+    if values.name in ("phi3", "glm4", "qwen35"):
         rope["partial_rotary_factor"] = rotated / head_dim
+        rope |= sections(values, rotated) if values.name == "qwen35" else {}
     elif rotated != head_dim:
         raise values.refusal(f"rotates {rotated} of {head_dim} numbers of a head", "all")
     if values.name == "granite" and values.own.get("rope.scaling.finetuned") is False:
@@ -289,7 +309,7 @@ def _rope(values: _Values, file: GgufFile, head_dim: int) -> dict[str, Any]:
     return {"full_attention": rope, "sliding_attention": plain} if has_two else rope
 
 
-def _scaling(values: _Values, file: GgufFile, rotated: int, theta: float) -> dict[str, Any]:
+def _scaling(values: Values, file: GgufFile, rotated: int, theta: float) -> dict[str, Any]:
     """Returns the entries of `rope_parameters` that scale positions; {} without scaling."""
     factor = values.own.get("rope.scaling.factor", values.own.get("rope.scale_linear"))
     kind = values.own.get("rope.scaling.type", "linear" if factor not in (None, 0, 1) else "none")
@@ -310,7 +330,7 @@ def _scaling(values: _Values, file: GgufFile, rotated: int, theta: float) -> dic
     return found | (_yarn(values, found["factor"]) if kind == "yarn" else {})
 
 
-def _yarn(values: _Values, factor: float) -> dict[str, Any]:
+def _yarn(values: Values, factor: float) -> dict[str, Any]:
     key, plain = "rope.scaling.original_context_length", 0.1 * math.log(factor) + 1
     found: dict[str, Any] = {"original_max_position_embeddings": values.size(key, values.size("context_length"))}
     found |= {
@@ -324,7 +344,7 @@ def _yarn(values: _Values, factor: float) -> dict[str, Any]:
     return found | ({"truncate": False} if values.name == "gpt-oss" else {})
 
 
-def _long_rope(values: _Values, file: GgufFile, rotated: int) -> dict[str, Any]:
+def _long_rope(values: Values, file: GgufFile, rotated: int) -> dict[str, Any]:
     """Returns the parameters of LongRoPE: the file has its factors of short and of long texts."""
     if values.name != "phi3" or any(
         name not in file.tensors or file.tensors[name][:2] != ("F32", (rotated // 2,)) for name in LONG_ROPE_FACTORS
@@ -338,7 +358,7 @@ def _long_rope(values: _Values, file: GgufFile, rotated: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _llama3_rope(values: _Values, file: GgufFile, theta: float, rotated: int) -> dict[str, Any]:
+def _llama3_rope(values: Values, file: GgufFile, theta: float, rotated: int) -> dict[str, Any]:
     """Returns the parameters of Llama 3 that give the file's factors; raises `ModelError` if there are none."""
     if file.tensors[ROPE_FACTORS][:2] == ("F32", (rotated // 2,)):
         factors = file.dense(ROPE_FACTORS).double()
@@ -356,7 +376,7 @@ def _llama3_rope(values: _Values, file: GgufFile, theta: float, rotated: int) ->
     raise values.refusal(f"has factors of positions in {ROPE_FACTORS} that no formula gives", "those of Llama 3")
 
 
-def _layer_types(values: _Values, layers: int) -> dict[str, Any]:
+def _layer_types(values: Values, layers: int) -> dict[str, Any]:
     window = values.own.get("attention.sliding_window", values.architecture.default_window)
     if not window and values.name == "gemma3":
         return {"layer_types": ["full_attention"] * layers}

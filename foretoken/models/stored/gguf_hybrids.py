@@ -1,0 +1,126 @@
+"""How GGUF files hold recurrent layers: their settings, the order of their heads, and what conversion did to values.
+
+Source: `load_arch_hparams` of ggml-org/llama.cpp, src/models/lfm2.cpp and qwen35.cpp, and its conversion/qwen.py.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from foretoken.core.checks import shown
+from foretoken.core.errors import ModelError
+from foretoken.models.config import is_size
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from foretoken.models.stored.gguf_config import Settings, Values
+
+_KV_HEADS = "attention.head_count_kv"
+_ROWS_OF_VALUES = ("attn_qkv", "attn_gate", "ssm_conv1d")
+_ROWS_OF_HEADS = ("ssm_beta", "ssm_alpha", "ssm_dt", "ssm_a")
+_TOLD_BY_KV_HEADS = ("lfm2",)  # layers are recurrent if they have no heads of keys
+
+
+def kv_heads(values: Values, layers: int, heads: int) -> tuple[int, list[bool]]:
+    """Returns the heads of keys of the attention layers, and whether each layer is one: some say so by 0 heads.
+
+    Raises `ModelError` if the attention layers do not have one number.
+    """
+    found = values.own.get(_KV_HEADS)
+    if values.name not in _TOLD_BY_KV_HEADS or not isinstance(found, list):
+        return values.size(_KV_HEADS, heads), [True] * layers
+    numbers = sorted({each for each in found if each != 0})
+    if len(found) != layers or len(numbers) != 1 or not is_size(numbers[0]):
+        expected = f"{layers} numbers, one positive number and 0 for layers without attention"
+        raise values.refusal(f"has {shown(found)} as {values.name}.{_KV_HEADS}", expected)
+    return numbers[0], [each != 0 for each in found]
+
+
+def recurrent_fields(values: Values, layers: int, has_attention: list[bool]) -> dict[str, Any]:
+    """Returns the fields of recurrent layers; {} for architectures without any. Raises `ModelError` as `Values`."""
+    if values.name == "lfm2":
+        kinds = ["full_attention" if each else "conv" for each in has_attention]
+        return {
+            "layer_types": kinds, "conv_L_cache": values.size("shortconv.l_cache"), "conv_bias": False,
+            "block_auto_adjust_ff_dim": False,
+        }  # fmt: skip
+    return _delta_net(values, layers) if values.name == "qwen35" else {}
+
+
+def _delta_net(values: Values, layers: int) -> dict[str, Any]:
+    interval = values.size("full_attention_interval", 4)
+    keys, heads = values.size("ssm.group_count"), values.size("ssm.time_step_rank")
+    inner = values.size("ssm.inner_size")
+    if heads % keys or inner % heads:
+        raise values.refusal(
+            f"has {keys} heads of keys, {heads} of values and {inner} numbers in these", "multiples of one another"
+        )
+    kinds = ["linear_attention" if (layer + 1) % interval else "full_attention" for layer in range(layers)]
+    return {
+        "layer_types": kinds, "linear_conv_kernel_dim": values.size("ssm.conv_kernel"),
+        "linear_key_head_dim": values.size("ssm.state_size"), "linear_num_key_heads": keys,
+        "linear_num_value_heads": heads, "linear_value_head_dim": inner // heads,
+    }  # fmt: skip
+
+
+def sections(values: Values, rotated: int) -> dict[str, Any]:
+    """Returns the entries of `rope_parameters` of models that also see images, whose positions have several axes.
+
+    A text has the same position on three axes, and 0 on a fourth one. Raises `ModelError` if that axis rotates any of
+    the `rotated` numbers of a head.
+    """
+    found = values.value("rope.dimension_sections")
+    is_list = isinstance(found, list) and len(found) in (3, 4)
+    counts = list(found) if is_list and all(isinstance(each, int) and each >= 0 for each in found) else [0]
+    total = sum(counts)
+    axes = [pair % total for pair in range(rotated // 2)] if total else [0]
+    if not all(pair < 3 * counts[pair % 3] for pair in axes):
+        raise values.refusal(
+            f"has {shown(found)} as {values.name}.rope.dimension_sections", "sections of three axes for all pairs"
+        )
+    return {"mrope_section": counts[:3], "mrope_interleaved": True}
+
+
+def head_rows(settings: Settings, part: str) -> Tensor | None:
+    """Returns where a file has the rows of a part of a recurrent layer, (rows,) int64; None for the same order."""
+    width = settings.fields.get("linear_value_head_dim", 0) if part in _ROWS_OF_VALUES else 1
+    order = _head_order(settings.fields, width) if part in (*_ROWS_OF_VALUES, *_ROWS_OF_HEADS) else None
+    if order is None or part == "attn_gate" or part in _ROWS_OF_HEADS:
+        return order
+    before = 2 * settings.fields["linear_num_key_heads"] * settings.fields["linear_key_head_dim"]
+    return torch.cat([torch.arange(before), before + order])
+
+
+def head_columns(settings: Settings, part: str) -> Tensor | None:
+    """Returns where a file has the columns of a part of a recurrent layer, (columns,) int64, as `head_rows`."""
+    width = settings.fields.get("linear_value_head_dim", 0)
+    return _head_order(settings.fields, width) if part == "ssm_out" else None
+
+
+def _head_order(fields: dict[str, Any], width: int) -> Tensor | None:
+    """Returns where a file has the numbers of the heads of values, `width` for each.
+
+    In transformers the heads of values of one head of keys are neighbours. Files have the first one of each head of
+    keys, then the second ones, and so on.
+    """
+    keys, heads = fields.get("linear_num_key_heads", 0), fields.get("linear_num_value_heads", 0)
+    if keys == heads:
+        return None
+    return torch.arange(heads * width).view(heads // keys, keys, width).transpose(0, 1).flatten()
+
+
+def logarithms(settings: Settings, name: str, decays: Tensor) -> Tensor:
+    """Returns the logarithms of decay rates that a file has with the opposite sign, float32.
+
+    Raises `ModelError` for rates that are not positive.
+    """
+    rates = -decays.float()
+    if not (rates > 0).all():
+        raise ModelError(
+            f"{name} of '{settings.file.path}' holds numbers that are not negative. Expected -exp(A_log). Copy or "
+            "download the file again."
+        )
+    return rates.log()

@@ -1,0 +1,171 @@
+"""GGUF files of models with recurrent layers: logits and text are those of transformers' model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from gguf import GGMLQuantizationType as Type
+from gguf import GGUFWriter
+from models.gguf_files import add_tokens
+from models.gguf_hybrid_files import write_hybrid
+from models.test_gguf import SMALL, refusal, same_logits, told
+from tiny_models import random_model, tiny_config
+from transformers import AutoModelForCausalLM
+
+from foretoken import LLM, SamplingParams
+from foretoken.models.loading import load_model
+from foretoken.models.stored.gguf import open_gguf
+
+_TYPES = ["linear_attention", "full_attention", "linear_attention"]
+_ROPE = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "lfm2": ("lfm2", {"block_auto_adjust_ff_dim": False}),
+    "lfm2 tied": ("lfm2", {"block_auto_adjust_ff_dim": False, "tie_word_embeddings": True, "conv_L_cache": 4}),
+    "lfm2 of wide heads": ("lfm2", {"block_auto_adjust_ff_dim": False, "head_dim": 32}),
+    "qwen35": ("qwen3_5", {"head_dim": 16, "rope_parameters": _ROPE}),
+    "qwen35 of one head of values for each of keys": (
+        "qwen3_5", {"head_dim": 16, "linear_num_key_heads": 4, "tie_word_embeddings": True, "rope_parameters": _ROPE},
+    ),
+    "qwen35 of six heads": (
+        "qwen3_5", {
+            "head_dim": 32, "linear_num_value_heads": 6, "num_hidden_layers": 4, "linear_conv_kernel_dim": 3,
+            "layer_types": ["linear_attention"] * 3 + ["full_attention"], "rope_parameters": _ROPE,
+        },
+    ),
+}  # fmt: skip
+
+
+def written(path: Path, name: str, matrices: Type = Type.F32, **options: Any) -> Any:
+    """Writes the file of a random model; gives the model that the file stands for."""
+    architecture, changes = MODELS[name]
+    model = random_model(tiny_config(architecture, **SMALL | changes))
+    with torch.no_grad():
+        for key, weight in model.named_parameters():
+            if key.endswith(("A_log", "dt_bias")):
+                weight.copy_(torch.randn_like(weight))
+    values = {"attention.key_length": 32} if name.endswith("wide heads") else {}
+    return write_hybrid(path, model, matrices=matrices, **{"values": values} | options)
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("type_", [Type.F32, Type.F16, Type.Q8_0])
+def test_logits_are_those_of_transformers(path: Path, name: str, type_: Type) -> None:
+    model = written(path, name, type_)
+    same_logits(path, model)
+    config = open_gguf(path).config
+    config.tie_word_embeddings = model.config.tie_word_embeddings
+    assert _told(config) == _told(model.config)
+
+
+def _told(config: Any) -> dict[str, Any]:
+    """What files say of a configuration."""
+    rope = {key: each for key, each in config.rope_parameters.items() if not key.startswith("mrope")}
+    unsaid = ("rope_parameters", "block_multiple_of")
+    return {key: each for key, each in told(config).items() if key not in unsaid} | {"rope": rope}
+
+
+def with_tokens(writer: GGUFWriter) -> None:
+    add_tokens(writer, [f"t{each}" for each in range(67)])
+
+
+@pytest.mark.parametrize("name", [name for name in MODELS if "wide" not in name])
+def test_transformers_reads_the_same_model(path: Path, name: str) -> None:
+    written(path, name, Type.Q8_0, adds=[with_tokens])
+    same_logits(path, AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32), 1e-4)
+
+
+@pytest.mark.parametrize("type_", [Type.Q4_K, Type.Q6_K, Type.Q8_0, Type.MXFP4])
+def test_matrices_with_moved_rows_and_columns_stay_in_integers(path: Path, type_: Type) -> None:
+    """Blocks of 256 weights hold columns of four heads, those of 32 weights columns of two heads."""
+    sizes = {"hidden_size": 256, "intermediate_size": 256, "linear_num_value_heads": 16, "linear_key_head_dim": 16}
+    model = random_model(tiny_config("qwen3_5", **sizes, head_dim=64, rope_parameters=_ROPE))
+    write_hybrid(path, model, matrices=type_)
+    stored, weights = open_gguf(path), model.state_dict()
+    parts = [f"linear_attn.{part}" for part in ("in_proj_qkv", "in_proj_z", "in_proj_a", "in_proj_b", "out_proj")]
+    assert stored.linears >= {f"model.layers.0.{part}" for part in parts}
+    for linear in stored.linears:
+        assert torch.equal(stored.matrix(linear, torch.float32).dequantized(), weights[f"{linear}.weight"]), linear
+    same_logits(path, model)
+
+
+@pytest.mark.parametrize("name", ["lfm2", "qwen35"])
+def test_text_with_drafts_is_the_files_models(path: Path, name: str) -> None:
+    model, prompt = written(path, name, Type.Q8_0), [5, 6, 7, 8, 5, 6]
+    config = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1}
+    llm = LLM(load_model(path, dtype="float32"), speculative_config=config, max_num_seqs=1)
+    params = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
+    expected = model.generate(torch.tensor([prompt]), max_new_tokens=20, do_sample=False, eos_token_id=None)
+    assert llm.generate([prompt], params)[0].outputs[0].token_ids == expected[0, len(prompt) :].tolist()
+
+
+def test_layers_for_further_tokens_are_left_out(path: Path) -> None:
+    """Their block has attention, and tensors of its own."""
+    model = written(path, "qwen35", Type.Q8_0)
+    config = model.config
+    longer = random_model(tiny_config("qwen3_5", **SMALL | MODELS["qwen35"][1] | {
+        "num_hidden_layers": 4, "layer_types": [*_TYPES, "full_attention"],
+    }))  # fmt: skip
+    longer.load_state_dict(model.state_dict(), strict=False)
+    values = {"nextn_predict_layers": 1, "block_count": 4}
+    write_hybrid(path, longer, matrices=Type.Q8_0, values=values)
+    assert open_gguf(path).config.layer_types == config.layer_types
+    same_logits(path, model)
+
+
+def test_what_a_file_leaves_out_is_as_llama_cpp_takes_it(path: Path) -> None:
+    written(path, "qwen35 of six heads", values={"full_attention_interval": None})
+    assert open_gguf(path).config.layer_types == [*["linear_attention"] * 3, "full_attention"]
+    written(path, "lfm2", values={"attention.head_count_kv": 2})  # of all layers
+    assert "blk.2.shortconv.in_proj.weight is not used" in refusal(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "part"),
+    [
+        ("lfm2", {"shortconv.l_cache": None}, "lacks lfm2.shortconv.l_cache."),
+        ("lfm2", {"shortconv.l_cache": 4}, "blk.0.shortconv.conv.weight is [64, 3] instead of [64, 4]"),
+        ("lfm2", {"attention.head_count_kv": [0, 2]}, "has [0, 2] as lfm2.attention.head_count_kv. Expected 3 numbers"),
+        ("lfm2", {"attention.head_count_kv": [1, 2, 0]}, "has [1, 2, 0] as lfm2.attention.head_count_kv. Expected"),
+        ("lfm2", {"attention.head_count_kv": [0, 0, 0]}, "one positive number and 0 for layers without attention"),
+        ("lfm2", {"attention.head_count_kv": [0, -2, 0]}, "has [0, -2, 0] as lfm2.attention.head_count_kv"),
+        ("lfm2", {"attention.sliding_window": 8}, "has lfm2.attention.sliding_window, which may change the model"),
+        ("qwen35", {"attention.head_count_kv": [0, 2, 0]}, "Expected the same positive number for all layers"),
+        ("qwen35", {"rope.dimension_sections": None}, "lacks qwen35.rope.dimension_sections."),
+        ("qwen35", {"rope.dimension_sections": [3, 1, 0, 0]}, "Expected sections of three axes for all pairs"),
+        ("qwen35", {"rope.dimension_sections": [0, 0, 0, 4]}, "Expected sections of three axes for all pairs"),
+        ("qwen35", {"ssm.group_count": 3}, "has 3 heads of keys, 4 of values and 64 numbers in these"),
+        ("qwen35", {"full_attention_interval": 3}, "blk.1.attn_v.weight is not used"),
+        *(("qwen35", {f"ssm.{key}": None}, f"lacks qwen35.ssm.{key}.") for key in (
+            "conv_kernel", "state_size", "group_count", "time_step_rank", "inner_size",
+        )),
+    ],
+)  # fmt: skip
+def test_settings_that_are_refused(path: Path, name: str, values: dict[str, Any], part: str) -> None:
+    written(path, name, values=values)
+    assert part in refusal(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor", "part"),
+    [
+        ("lfm2", "token_embd_norm.weight", "model.embedding_norm.weight is missing"),
+        ("lfm2", "blk.0.shortconv.conv.weight", "model.layers.0.conv.conv.weight is missing"),
+        ("qwen35", "blk.0.ssm_a", "model.layers.0.linear_attn.A_log is missing"),
+        ("qwen35", "blk.2.ssm_dt.bias", "model.layers.2.linear_attn.dt_bias is missing"),
+    ],
+)
+def test_missing_tensors_are_named(path: Path, name: str, tensor: str, part: str) -> None:
+    written(path, name, leave_out=[tensor])
+    assert part in refusal(path)
+
+
+def test_rates_of_decay_are_negative_in_files(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = random_model(tiny_config("qwen3_5", **SMALL | MODELS["qwen35"][1]))
+    monkeypatch.setattr("models.gguf_hybrid_files._computed", lambda key, weight, config: weight)
+    with torch.no_grad():
+        model.model.layers[0].linear_attn.A_log.fill_(0.5)
+    write_hybrid(path, model, matrices=Type.F32)
+    assert "blk.0.ssm_a of" in refusal(path, lambda path: open_gguf(path).dense(torch.float32))
