@@ -244,7 +244,9 @@ class PaddedModel:
         shapes = self.small.weights.shapes
         stored = sum(file.stat().st_size for file in self.small.path.glob("*.safetensors"))
         itemsize = self.dtype.itemsize if self.dtype else round(stored / sum(map(prod, shapes.values())))
-        added = (self.num_layers - self.small.num_layers) * sum(self._num_elements(each[0]) for each in self._last_block)
+        added = (self.num_layers - self.small.num_layers) * sum(
+            self._num_elements(each[0]) for each in self._last_block
+        )
         return (sum(map(self._num_elements, shapes)) + added) * itemsize
 
     def tensors(self, padding: Padding) -> Iterator[tuple[str, Tensor]]:

@@ -41,6 +41,22 @@ class ExpertsArguments(Structure):
     )
 
 
+class RecurrentArguments(Structure):
+    """What a layer has in place of attention; a kind of 0 for attention."""
+
+    _fields_ = (
+        ("inputs", MatrixStruct * 4),
+        *((name, c_int64) for name in (
+            "kind", "num_inputs", "width", "row_at", "row_size", "gate_at", "factor_at", "channels", "query_at",
+            "key_at", "value_at", "key_heads", "heads", "key_dim", "value_dim", "norm_size", "gates_first", "state_at",
+            "rows_before",
+        )),
+        *((name, c_void_p) for name in ("taps", "tap_bias", "decay", "step_bias", "skip")),
+        ("norm", NormStruct),
+        ("beta_scale", c_float),
+    )  # fmt: skip
+
+
 class Layer(Structure):
     """Weights and options of one layer, and its keys and values in the cache."""
 
@@ -52,9 +68,10 @@ class Layer(Structure):
             "key_norm",
         )),
         *((name, c_void_p) for name in ("cos", "sin", "keys", "values")),
-        *((name, c_int64) for name in ("pairs", "window", "activation", "norms_all_heads")),
+        *((name, c_int64) for name in ("pairs", "window", "activation", "norms_all_heads", "gates_heads")),
         ("scale", c_float),
         ("softcap", c_float),
+        ("recurrent", RecurrentArguments),
     )  # fmt: skip
 
 
@@ -66,6 +83,8 @@ class Model(Structure):
             "is_bfloat16", "num_layers", "hidden", "heads", "kv_heads", "head_dim", "vocab",
             "num_positions", "capacity", "num_slots", "slot_rows", "head_rows", "layer_rows", "rows_are_rounded",
             "intermediate", "has_post_norms", "num_experts", "top_k", "expert_intermediate",
+            "window", "state_size", "row_size", "recurrent_width", "recurrent_channels", "recurrent_heads",
+            "recurrent_outputs", "recurrent_keys",
         )),
         ("embedding_scale", c_float),
         ("logit_softcap", c_float),
@@ -86,7 +105,8 @@ class PassArguments(Structure):
         *((name, c_void_p) for name in (
             "tokens", "inputs", "sides", "positions", "parents", "slots", "prefix", "starts", "node_starts",
             "logit_rows", "logits", "inverse_temperature", "seeds", "impossible_ids", "chosen",
-            "attention_rows", "attention", "taps",
+            "attention_rows", "attention", "taps", "states_from", "states_to", "rows_from", "replayed", "replay_starts",
+            "settled",
         )),
         ("num_impossible", c_int64),
         ("num_attention", c_int64),

@@ -62,7 +62,7 @@ def _backend_for(
     if capture is None and has_cuda_graphs(layers.device):
         capture = CudaGraphCapture(layers.device)
     plain = _Torch(layers, cache)
-    widest = max(block.spec.head_dim for block in layers.blocks)
+    widest = max(block.spec.head_dim for block in layers.attention)
     if backend == "torch" or capture is None or layers.has_experts or not has_kernel(layers.dtype, widest):
         return plain
     return _Graphs(plain, layers, capture)
@@ -191,10 +191,10 @@ class BlockStack:
             UnsuitableError: If the requested backend cannot run the blocks, or they cannot be quantized.
             ValueError: If a rotary table ends before the slots do.
         """
-        for block in layers.blocks:
+        for block in layers.attention:
             rows = capacity if block.rotary is None else block.rotary.cos.shape[0]
             require(rows >= capacity, f"a rotary table has {rows} positions. Expected at least the capacity {capacity}")
-        shapes = [LayerShape(b.spec.num_kv_heads, b.spec.head_dim, b.spec.head_dim) for b in layers.blocks]
+        shapes = [LayerShape(b.spec.num_kv_heads, b.spec.head_dim, b.spec.head_dim) for b in layers.attention]
         self.cache = SlotCache(
             shapes, num_slots=num_slots, capacity=capacity, dtype=layers.dtype, device=layers.device,
             num_positions=num_positions,

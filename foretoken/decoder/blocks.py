@@ -6,6 +6,8 @@
 Each of the norms is optional. `mlp` is one feed-forward layer, gated or not, or a mixture of experts. Attention is
 grouped-query attention with rotary positions.
 
+A recurrent block has another mixer in place of attention, see `RecurrentBlock`.
+
 Letters: E hidden size, H query heads, Hk KV heads, D head size, I width of the feed-forward layer, P positions, R
 rotated elements of a head, X experts.
 """
@@ -228,6 +230,8 @@ class Block(_Part):
         query_norm: (D,), of each head before its rotation, or (H D,), of all heads at once; or None.
         key_norm: (D,) or (Hk D,), as `query_norm`.
         rotary: None for a block without positions.
+        gates_heads: Whether the rows of `query` of each head are followed by as many of a gate: the head's output is
+            multiplied with sigmoid(gate). `query` is (2 H D, E) then.
     """
 
     spec: BlockSpec
@@ -244,6 +248,7 @@ class Block(_Part):
     query_norm: Norm | None = None
     key_norm: Norm | None = None
     rotary: Rotary | None = None
+    gates_heads: bool = False
 
     def __post_init__(self) -> None:
         require((self.query_norm is None) == (self.key_norm is None), "queries and keys both have norms, or neither")
@@ -255,15 +260,107 @@ class Block(_Part):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Convolution(_Part):
+    """A causal convolution of each channel over a token and the K - 1 tokens before it.
+
+    Attributes:
+        weight: (C, K), any dtype.
+        bias: (C,), any dtype, or None.
+    """
+
+    weight: Tensor
+    bias: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ShortConvolution(_Part):
+    """Computes gate * convolution(factor * x), without a state (LFM2).
+
+    Attributes:
+        projection: (3 C, E): the rows of x, of the gate and of the factor, C each, in any order.
+        order: Of the three: the places of x, gate and factor.
+    """
+
+    projection: Matrix
+    order: tuple[int, int, int]
+    convolution: Convolution
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class LinearAttention(_Part):
+    """A state S (key_dim, value_dim) of each head, in float32: the gated delta rule (Gated DeltaNet), or Mamba2.
+
+        q, k, v = silu(convolution(..)), of a token and those before it
+        S = exp(decay * softplus(step + step_bias)) * S
+        S = S + k (sigmoid(beta) * beta_scale * (v - k^T S))^T, with k and q of length 1; or S + softplus(..) * k v^T
+        o = S^T q + skip * v
+        outputs = norm(o) * silu(gate), or norm(o * silu(gate))
+
+    Attributes:
+        projections: Their outputs, one matrix after another, are the columns of a token.
+        columns: Where among these the inputs of the convolution begin, and the gates of the outputs. Right behind the
+            former are the steps of the heads, and their betas if there are any.
+        channels: Where the queries, keys and values begin among the inputs of the convolution, all heads of each side
+            by side.
+        decay: (heads,), float32, negative.
+        step_bias: (heads,).
+        skip: (heads,), or None.
+        norm: (heads * value_dim,).
+        norm_size: Outputs that are normed together.
+        beta_scale: 0: no delta rule (Mamba2), whose keys and queries have any length.
+    """
+
+    projections: tuple[Matrix, ...]
+    columns: tuple[int, int]
+    channels: tuple[int, int, int]
+    convolution: Convolution
+    num_key_heads: int
+    num_heads: int
+    key_dim: int
+    value_dim: int
+    decay: Tensor
+    step_bias: Tensor
+    skip: Tensor | None = None
+    norm: Norm
+    norm_size: int
+    gates_first: bool
+    beta_scale: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class RecurrentBlock(_Part):
+    """One decoder block without attention: reads the state behind a token's parent in place of a KV cache.
+
+    Attributes:
+        output: (E, C), of the mixer's outputs.
+        attention_norm: (E,), before the mixer.
+        mlp_norm: (E,), before the feed-forward layer.
+        activation: Of the feed-forward layers.
+    """
+
+    mixer: ShortConvolution | LinearAttention
+    output: Matrix
+    mlp: FeedForward | Experts
+    attention_norm: Norm | None = None
+    mlp_norm: Norm | None = None
+    activation: Activation = "silu"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Blocks(_Part):
     """Blocks in order, all of the same hidden size and heads, and the (E,) norm after the last block."""
 
-    blocks: Sequence[Block]
+    blocks: Sequence[Block | RecurrentBlock]
     final_norm: Norm | None = None
 
     def __post_init__(self) -> None:
         require(len(self.blocks) > 0, "there is at least one block")
-        require(all(block.side is None for block in self.blocks[1:]), "only the first block has a second input")
+        require(not any(block.side for block in self.attention[1:]), "only the first block has a second input")
+
+    @property
+    def attention(self) -> list[Block]:
+        """The blocks with attention."""
+        return [block for block in self.blocks if isinstance(block, Block)]
 
     @property
     def hidden_size(self) -> int:
@@ -273,17 +370,18 @@ class Blocks(_Part):
     @property
     def dtype(self) -> torch.dtype:
         """Dtype of all matrices."""
-        return self.blocks[0].query.weight.dtype
+        return self.blocks[0].output.weight.dtype
 
     @property
     def device(self) -> torch.device:
         """Device of all tensors."""
-        return self.blocks[0].query.weight.device
+        return self.blocks[0].output.weight.device
 
     @property
     def has_side(self) -> bool:
         """Whether the first block has a second input."""
-        return self.blocks[0].side is not None
+        first = self.blocks[0]
+        return isinstance(first, Block) and first.side is not None
 
     @property
     def has_experts(self) -> bool:

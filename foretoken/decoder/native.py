@@ -21,6 +21,7 @@ from foretoken.decoder.base import PassOutput, UnsuitableError
 from foretoken.decoder.blocks import Blocks, LeanWeights, tap_indices
 from foretoken.decoder.library import kernel_threads, native_library
 from foretoken.decoder.native_model import NativeModel
+from foretoken.decoder.native_states import NativeStates, StateMemory
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -66,6 +67,7 @@ class PreparedPass(NamedTuple):
     model: Model
     arguments: PassArguments
     held: list[Any]
+    states: NativeStates | None  # of recurrent layers
 
 
 class NativeBlocks:
@@ -102,6 +104,7 @@ class NativeBlocks:
         self._tap_indices = (c_int64 * len(self._taps))(*self._taps)
         self._described = NativeModel(layers, ends, cache, quantization)  # keeps the structure's tensors alive
         self._num_bytes: dict[tuple[int, ...], int] = {}  # of workspaces
+        self._states, self._state_memory = cache.states, StateMemory()
 
     @property
     def num_logits(self) -> int:
@@ -156,6 +159,7 @@ class NativeBlocks:
         """Returns a pass without outputs and workspace; arguments and errors as `run`."""
         self._described = described = self._described.current()
         model = described.structure if work.num_layers is None else _cut(described.structure, work.num_layers)
+        states = None if self._states is None else NativeStates.of(work, model, self._states, self._state_memory)
         num, num_tokens, node_offsets = len(work.slots), work.offsets[-1], work.node_offsets
         lists = [(c_int64 * num)(*work.slots), (c_int64 * num)(*work.prefix_lens)]
         lists += [(c_int64 * (num + 1))(*work.offsets), (c_int64 * (num + 1))(*node_offsets)]
@@ -189,21 +193,26 @@ class NativeBlocks:
         tensors = fitting(*wanted)
         for (name, *_), tensor in zip(wanted, tensors, strict=True):
             setattr(arguments, name, tensor.data_ptr())
+        if states is not None:
+            states.put_into(arguments)
         # The description too: another thread may replace it.
-        return PreparedPass(model, arguments, [described, *lists, *tensors])
+        return PreparedPass(model, arguments, [described, *lists, *tensors], states)
 
     def _call_kernels(self, ready: PreparedPass, work: Pass) -> None:
         arguments, nodes = ready.arguments, len(work.parents)
-        size = self._workspace_bytes(nodes, arguments.num_threads, arguments.num_attention)
+        replayed = 0 if ready.states is None else ready.states.num_replayed
+        size = self._workspace_bytes(nodes, arguments.num_threads, arguments.num_attention, replayed)
         memory = self.workspaces.take(size, f"a pass of {nodes} nodes")
         arguments.workspace = memory.data_ptr()
         status = self.library.foretoken_decode(byref(ready.model), byref(arguments))
         self.workspaces.give_back(memory)
         if status:
             raise PassError(self.complaint(Status(status), work))
+        if self._states is not None and ready.states is not None:
+            self._states.finish(work, ready.states)
 
     def _workspace_bytes(self, *sizes: int) -> int:
-        """`sizes`: nodes, threads, and tokens whose attention weights are needed."""
+        """`sizes`: nodes, threads, tokens whose attention weights are needed, tokens of recurrent layers replayed."""
         if sizes not in self._num_bytes:
             structure = self._described.structure
             self._num_bytes[sizes] = self.library.foretoken_workspace_bytes(byref(structure), *map(c_int64, sizes))

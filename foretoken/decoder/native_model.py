@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from foretoken.decoder.arguments import ExpertsArguments, Layer, MatrixStruct, Model, NormStruct
+from foretoken.decoder.arguments import ExpertsArguments, Layer, MatrixStruct, Model, NormStruct, RecurrentArguments
 from foretoken.decoder.base import UnsuitableError
-from foretoken.decoder.blocks import Experts, FeedForward, LeanWeights, Matrix
+from foretoken.decoder.blocks import Experts, FeedForward, LeanWeights, LinearAttention, Matrix, RecurrentBlock
 from foretoken.decoder.memory import Described, HeldMemory, has_memory, is_plain, lost_memory, use_huge_pages
 from foretoken.decoder.panels import whole_panels
 from foretoken.decoder.quantized import Quantization, QuantizedMatrix, bytes_per_weight, matrix_struct, quantized
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 _ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "gelu": 2}
 _NORMS = {"rms": 0, "layer": 1}
+_STATE_COLUMNS = 16  # of a state, side by side; `kTile` of the kernels
+_MOST_TAPS = 8  # `kMostTaps` of the kernels
 _ANY_POSITION = 1 << 62  # bound of positions if no layer looks them up; above every context
 
 
@@ -61,10 +63,14 @@ class NativeModel(Described):
         self._vectors = _Vectors((layers if ends is None else ends).tensors())
         self._pass_bytes = _num_bytes(layers, ends, quantization)
         self._hidden = layers.hidden_size
-        spec = layers.blocks[0].spec
+        if not layers.attention:
+            raise UnsuitableError("no block has attention. Expected one at least.")
+        self._rows_like = next(keys for keys in cache.keys if keys.shape[1])
+        self._window = self._state_size = self._row_size = 0  # of recurrent layers
+        spec = layers.attention[0].spec
         self._heads, self._kv_heads, self._head_dim = spec.num_heads, spec.num_kv_heads, spec.head_dim
         self._num_positions = min(
-            (block.rotary.cos.shape[0] for block in layers.blocks if block.rotary is not None), default=_ANY_POSITION
+            (block.rotary.cos.shape[0] for block in layers.attention if block.rotary is not None), default=_ANY_POSITION
         )
         self._layers = (Layer * len(layers.blocks))(*(self._layer(i, b) for i, b in enumerate(layers.blocks)))
         self.structure = self._model(layers, ends)
@@ -78,7 +84,7 @@ class NativeModel(Described):
             head = self._head(ends.head)
             if ends.head_tokens is not None:
                 head_tokens = self._address_of("the tokens of the LM head", ends.head_tokens, (head.rows,), torch.int64)
-        experts = [layer.experts for layer in self._layers]
+        experts, recurrent = [layer.experts for layer in self._layers], [layer.recurrent for layer in self._layers]
         return Model(
             is_bfloat16=self._dtype == torch.bfloat16,
             num_layers=len(self._layers),
@@ -90,10 +96,20 @@ class NativeModel(Described):
             num_positions=self._num_positions,
             **self._cache_rows(),
             intermediate=max(layer.up.rows for layer in self._layers),
-            has_post_norms=any(block.attention_post_norm or block.mlp_post_norm for block in layers.blocks),
+            has_post_norms=any(block.attention_post_norm or block.mlp_post_norm for block in layers.attention),
             num_experts=max(each.count for each in experts),
             top_k=max(each.top_k for each in experts),
             expert_intermediate=max(each.intermediate for each in experts),
+            window=self._window,
+            state_size=self._state_size,
+            row_size=self._row_size,
+            recurrent_width=max(each.width for each in recurrent),
+            recurrent_channels=max(each.channels for each in recurrent),
+            recurrent_heads=max(each.heads for each in recurrent),
+            recurrent_outputs=max(layer.output.cols for layer in self._layers if layer.recurrent.kind)
+            if self._window
+            else 0,
+            recurrent_keys=max(each.key_dim for each in recurrent),
             embedding_scale=1.0 if ends is None else ends.embedding_scale,
             logit_softcap=0.0 if ends is None else ends.logit_softcap or 0.0,
             embedding=embedding,
@@ -104,7 +120,9 @@ class NativeModel(Described):
             layers=self._layers,
         )
 
-    def _layer(self, index: int, block: described.Block) -> Layer:
+    def _layer(self, index: int, block: described.Block | RecurrentBlock) -> Layer:
+        if isinstance(block, RecurrentBlock):
+            return self._recurrent_layer(index, block)
         spec, hidden, width = block.spec, self._hidden, self._head_dim
         if (spec.num_heads, spec.num_kv_heads, spec.head_dim) != (self._heads, self._kv_heads, width):
             raise UnsuitableError(f"block {index} has other heads than the first block. Expected the same in all.")
@@ -112,11 +130,11 @@ class NativeModel(Described):
         read = hidden if block.side is None else 2 * hidden
         normed = (queries, values) if block.norms_all_heads else (width, width)
         layer = Layer(
-            query=self._matrix("q_proj", block.query, queries, read),
+            query=self._matrix("q_proj", block.query, queries * (2 if block.gates_heads else 1), read),
             key=self._matrix("k_proj", block.key, values, read),
             value=self._matrix("v_proj", block.value, values, read),
             output=self._matrix("o_proj", block.output, hidden, queries),
-            **(self._experts(block.mlp) if isinstance(block.mlp, Experts) else self._feed_forward(block.mlp)),
+            **self._mlp(block.mlp),
             attention_norm=self._norm("the norm before attention", block.attention_norm, hidden),
             attention_post_norm=self._norm("the norm after attention", block.attention_post_norm, hidden),
             mlp_norm=self._norm("the norm before the feed-forward layer", block.mlp_norm, hidden),
@@ -132,12 +150,88 @@ class NativeModel(Described):
             window=spec.window or 0,
             activation=_ACTIVATIONS[spec.activation],
             norms_all_heads=block.norms_all_heads,
+            gates_heads=block.gates_heads,
             scale=spec.attention_scale,
             softcap=spec.softcap or 0.0,
         )
         _share_inputs(index, layer.query, layer.key, layer.value)
         _share_inputs(index, layer.gate, layer.up)
         return layer
+
+    def _recurrent_layer(self, index: int, block: RecurrentBlock) -> Layer:
+        mixer, hidden = block.mixer, self._hidden
+        if isinstance(mixer, LinearAttention):
+            recurrent, outputs = self._linear_attention(mixer), mixer.num_heads * mixer.value_dim
+        else:
+            recurrent = self._short_convolution(mixer)
+            outputs = recurrent.channels
+        layer = Layer(
+            output=self._matrix("the output projection", block.output, hidden, outputs),
+            **self._mlp(block.mlp),
+            attention_norm=self._norm("the norm before the mixer", block.attention_norm, hidden),
+            mlp_norm=self._norm("the norm before the feed-forward layer", block.mlp_norm, hidden),
+            activation=_ACTIVATIONS[block.activation],
+            recurrent=recurrent,
+        )
+        _share_inputs(index, *layer.recurrent.inputs)
+        _share_inputs(index, layer.gate, layer.up)
+        return layer
+
+    def _short_convolution(self, mixer: described.ShortConvolution) -> RecurrentArguments:
+        channels = int(mixer.convolution.weight.shape[0])
+        row, gate, factor = (place * channels for place in mixer.order)
+        return RecurrentArguments(
+            kind=1, inputs=(MatrixStruct * 4)(self._matrix("in_proj", mixer.projection, 3 * channels, self._hidden)),
+            num_inputs=1, width=3 * channels, row_at=row, gate_at=gate, factor_at=factor,
+            **self._convolution(mixer.convolution, row_size=channels, state_size=0),
+        )  # fmt: skip
+
+    def _linear_attention(self, mixer: LinearAttention) -> RecurrentArguments:
+        heads, key_dim, value_dim = mixer.num_heads, mixer.key_dim, mixer.value_dim
+        if key_dim % 4 or heads % mixer.num_key_heads or heads * value_dim % mixer.norm_size:
+            raise UnsuitableError(
+                f"a recurrent layer has {mixer.num_key_heads} heads of {key_dim} for keys, {heads} for values. "
+                "Expected a multiple of 4, and as many or a multiple."
+            )
+        inputs = [
+            self._matrix("a projection", each, int(each.weight.shape[0]), self._hidden) for each in mixer.projections
+        ]
+        is_delta, channels = mixer.beta_scale != 0.0, int(mixer.convolution.weight.shape[0])
+        vectors = {"decay": mixer.decay, "step_bias": mixer.step_bias, "skip": mixer.skip}
+        state = heads * key_dim * -(-value_dim // _STATE_COLUMNS) * _STATE_COLUMNS
+        return RecurrentArguments(
+            kind=2 if is_delta else 3, inputs=(MatrixStruct * 4)(*inputs), num_inputs=len(inputs),
+            width=sum(each.rows for each in inputs), row_at=mixer.columns[0], gate_at=mixer.columns[1],
+            query_at=mixer.channels[0], key_at=mixer.channels[1], value_at=mixer.channels[2],
+            key_heads=mixer.num_key_heads, heads=heads, key_dim=key_dim, value_dim=value_dim,
+            norm_size=mixer.norm_size, gates_first=mixer.gates_first, beta_scale=mixer.beta_scale,
+            norm=self._norm("the norm of a recurrent layer", mixer.norm, heads * value_dim),
+            **{name: self._copied(name, each, heads) for name, each in vectors.items() if each is not None},
+            **self._convolution(
+                mixer.convolution, row_size=channels + heads * (2 if is_delta else 1), state_size=state
+            ),
+        )  # fmt: skip
+
+    def _convolution(self, convolution: described.Convolution, *, row_size: int, state_size: int) -> dict[str, Any]:
+        """Describes the weights of a convolution, and a layer's part of a block of states."""
+        channels, taps = convolution.weight.shape
+        if not 2 <= taps <= _MOST_TAPS or self._window not in (0, taps - 1):
+            raise UnsuitableError(
+                f"a convolution reads {taps} tokens. Expected 2..{_MOST_TAPS}, in all layers as many."
+            )
+        weight = convolution.weight.detach().float().t().contiguous()
+        self._kept.append(weight)
+        places = {"state_at": self._state_size, "rows_before": self._row_size}
+        self._window, self._state_size = taps - 1, self._state_size + state_size
+        self._row_size += row_size
+        bias = convolution.bias
+        return places | {
+            "channels": channels, "row_size": row_size, "taps": weight.data_ptr(),
+            "tap_bias": None if bias is None else self._copied("the bias of a convolution", bias, channels),
+        }  # fmt: skip
+
+    def _mlp(self, mlp: FeedForward | Experts) -> dict[str, Any]:
+        return self._experts(mlp) if isinstance(mlp, Experts) else self._feed_forward(mlp)
 
     def _feed_forward(self, layers: FeedForward) -> dict[str, MatrixStruct]:
         hidden, inner = self._hidden, int(layers.down.weight.shape[1])
@@ -246,7 +340,7 @@ class NativeModel(Described):
         return self._vectors.copy(vector)
 
     def _cache_rows(self) -> dict[str, int]:
-        keys = self._cache.keys[0]
+        keys = self._rows_like
         slot_rows, head_rows = (stride // keys.shape[3] for stride in keys.stride()[:2])
         return {
             "capacity": self._cache.capacity, "num_slots": len(keys), "slot_rows": slot_rows, "head_rows": head_rows,
@@ -255,7 +349,7 @@ class NativeModel(Described):
 
     def _hold_rows(self, name: str, rows: Tensor) -> int:
         """Returns the address of a layer's keys or values; their strides must be those of every other layer."""
-        width, dtype, first = self._head_dim, self._dtype, self._cache.keys[0]
+        width, dtype, first = self._head_dim, self._dtype, self._rows_like
         if self._cache.is_rounded:
             width, dtype = width + torch.float32.itemsize, torch.int8
         self._check_layout(name, rows[0, 0], (self._cache.capacity, width), dtype)

@@ -1,25 +1,26 @@
-"""States of recurrent layers by slot: windows of causal convolutions, and states of linear attention and state spaces.
+"""Which states of recurrent layers a slot has: behind its committed tokens, behind the nodes of its last pass.
 
 Keys and values of a rejected token are never read again. A recurrent state has absorbed its token. So a pass leaves the
-committed state of a slot alone and makes a state for every node from the state of the node's parent. A commit keeps the
-state of the last accepted node. Prompt chunks need no commit: the next pass of their slot begins behind them.
+committed state of a slot alone, and knows a state behind every node that may be accepted. A commit keeps the state of
+the last accepted node. Prompt chunks need no commit: the next pass of their slot begins behind them.
 
-No tensor of a state is ever changed in place. So slots share them, and a failed pass is repeated from the same state.
+What a state is, the decoder knows: tensors of every layer (`foretoken.models.recurrent`), or a state and the inputs of
+the tokens behind it (`foretoken.decoder.native_states`). None is the state before any text. States are never changed.
+So slots share them, and a failed pass is repeated from the same state.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from bisect import bisect_right
 from itertools import pairwise
-from typing import TYPE_CHECKING, NamedTuple
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from foretoken.core.errors import PassError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from torch import Tensor
 
     from foretoken.core.passes import Pass
 
@@ -44,83 +45,51 @@ class LayerState(NamedTuple):
         return LayerState(self.window[index].clone(), None if self.recurrent is None else self.recurrent[index].clone())
 
 
-States = dict[int, LayerState]  # of one sequence, by layer
-
-
-def stacked(states: Sequence[LayerState]) -> LayerState:
-    """Returns the states of several sequences as one."""
-    recurrent = [each.recurrent for each in states if each.recurrent is not None]
-    return LayerState(torch.stack([each.window for each in states]), torch.stack(recurrent) if recurrent else None)
-
-
-class NodeLevel(NamedTuple):
-    """Nodes of a pass that are equally deep.
+class Start(NamedTuple):
+    """Where a sequence of a pass begins.
 
     Attributes:
-        tokens: (n,) int64, indices of the nodes in the pass.
-        parents: (n,) int64, indices of their parents in the level before; in the first level, of their sequences.
-        is_kept: Whether the states of the nodes outlive the pass.
+        state: Behind the prefix; None before any text.
+        earlier: The states of the pass that computed the sequence's earlier nodes; None without such nodes.
+        first: The place of the sequence's first node among the nodes of that pass.
     """
 
-    tokens: Tensor
-    parents: Tensor
-    is_kept: bool
+    state: Any
+    earlier: PassStates | None = None
+    first: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class PassStates:
-    """States of one pass in progress.
+class PassStates(Protocol):
+    """The states that a pass has made, behind its nodes: those of earlier passes too, one sequence after another."""
 
-    Attributes:
-        starts: State of each sequence before the pass.
-        levels: All nodes of the pass, by depth.
-        place: NodeLevel of each node of the pass, and its index there.
-        kept: Filled by the recurrent layers: states of kept levels, by layer and level.
+    @property
+    def starts(self) -> Sequence[Start]:
+        """Of each sequence."""
+        ...
+
+    def is_kept(self, node: int) -> bool:
+        """Whether the state behind a node of the pass is known."""
+        ...
+
+    def after(self, node: int) -> Any:
+        """Returns the state behind a node, which is kept."""
+        ...
+
+
+def kept_nodes(work: Pass) -> set[int]:
+    """Returns the nodes of a pass, by their place among all nodes, behind which a state is needed.
+
+    Nodes of trees that need logits may be accepted; of scored prompts they are not. Of a prompt, another text may begin
+    behind or before the last token.
     """
-
-    starts: Sequence[States]
-    levels: Sequence[NodeLevel]
-    place: Sequence[tuple[int, int]]
-    kept: dict[int, dict[int, LayerState]] = field(default_factory=dict)
-
-    @classmethod
-    def of(cls, work: Pass, starts: Sequence[States]) -> PassStates:
-        """Sorts the nodes of a pass by depth; `starts` are the states of its sequences.
-
-        Nodes of trees that need logits may be accepted; of scored prompts they are not. Of a prompt, another text may
-        begin behind or before the last token.
-        """
-        above = work.parents.tolist()
-        wanted = set[int]() if work.logit_rows is None or work.is_causal else set(work.logit_rows.tolist())
-        place: list[tuple[int, int]] = []
-        tokens, parents, kept = list[list[int]](), list[list[int]](), set[int]()
-        for sequence, (first, end) in enumerate(pairwise(work.offsets)):
-            for node in range(first, end):
-                level, parent = (0, sequence) if above[node] < 0 else place[first + above[node]]
-                level += above[node] >= 0
-                if level == len(tokens):
-                    tokens.append([])
-                    parents.append([])
-                place.append((level, len(tokens[level])))
-                tokens[level].append(node)
-                parents[level].append(parent)
-                if node in wanted or node >= end - 2:
-                    kept.add(level)
-        device = work.tokens.device
-        levels = [
-            NodeLevel(torch.tensor(nodes, device=device), torch.tensor(rows, device=device), number in kept)
-            for number, (nodes, rows) in enumerate(zip(tokens, parents, strict=True))
-        ]
-        return cls(starts, levels, place)
-
-    def before(self, layer: int) -> LayerState:
-        """Returns the states of all sequences before the pass in one layer."""
-        return stacked([states[layer] for states in self.starts])
-
-    def after(self, node: int) -> States:
-        """Returns the state behind a node of the pass, whose level is kept."""
-        level, row = self.place[node]
-        return {layer: levels[level].row(row) for layer, levels in self.kept.items()}
+    ends = work.node_offsets[1:]
+    kept = {node for start, end in pairwise(work.node_offsets) for node in (end - 2, end - 1) if node >= start}
+    if work.logit_rows is None or work.is_causal:
+        return kept
+    for row in work.logit_rows.tolist():
+        sequence = bisect_right(work.offsets, row) - 1
+        kept.add(row - work.offsets[sequence + 1] + ends[sequence])
+    return kept
 
 
 class _LastPass(NamedTuple):
@@ -136,10 +105,9 @@ class _LastPass(NamedTuple):
         count = length - self.length
         if not 0 < count <= len(self.parents) or list(self.parents[:count]) != list(range(-1, count - 1)):
             return False
-        level, _ = self.states.place[self.first + count - 1]
-        return self.states.levels[level].is_kept
+        return self.states.is_kept(self.first + count - 1)
 
-    def after(self, node: int) -> States:
+    def after(self, node: int) -> Any:
         return self.states.after(self.first + node)
 
 
@@ -147,7 +115,10 @@ class _At(NamedTuple):
     """A state and the number of tokens that it has absorbed."""
 
     length: int
-    states: States
+    state: Any
+
+
+_EMPTY = _At(0, None)
 
 
 class RecurrentStates:
@@ -156,38 +127,38 @@ class RecurrentStates:
     The snapshot is the state before the last token of a prompt. Other completions of the prompt begin there.
     """
 
-    def __init__(self, empty: States, *, num_slots: int) -> None:
-        """Begins without any text; `empty` is the state before the first token."""
-        self._empty = _At(0, empty)
-        self._committed = [self._empty] * num_slots
+    def __init__(self, empty: dict[int, LayerState], *, num_slots: int) -> None:
+        """Begins without any text; `empty` are the states before the first token, by layer."""
+        self.empty = empty
+        self._committed = [_EMPTY] * num_slots
         self._snapshots: list[_At | None] = [None] * num_slots
         self._last: list[_LastPass | None] = [None] * num_slots
 
     @property
     def layers(self) -> frozenset[int]:
         """The recurrent layers."""
-        return frozenset(self._empty.states)
+        return frozenset(self.empty)
 
-    def begin(self, work: Pass) -> PassStates:
-        """Returns the states with which a pass begins; changes nothing.
+    def begin(self, work: Pass) -> list[Start]:
+        """Returns where the sequences of a pass begin; changes nothing.
 
         Raises `PassError` if a slot has no state at the prefix, the pass ends before the last block, or it goes on with
         the nodes of an earlier pass.
         """
         if work.num_layers is not None or work.num_earlier is not None:
             raise PassError("recurrent layers run whole trees through all blocks. Use another drafter for this target.")
-        return PassStates.of(work, [self._at(*each).states for each in zip(work.slots, work.prefix_lens, strict=True)])
+        return [Start(self._at(*each).state) for each in zip(work.slots, work.prefix_lens, strict=True)]
 
     def finish(self, work: Pass, states: PassStates) -> None:
         """Keeps the states that a pass has made."""
         parents = work.parents.tolist()
-        for row, (first, end) in enumerate(pairwise(work.offsets)):
+        for row, (first, end) in enumerate(pairwise(work.node_offsets)):
             slot, length = work.slots[row], work.prefix_lens[row]
             last, snapshot = self._last[slot], self._snapshots[slot]
             if last is not None and length - 1 > last.length and last.ends_at(length) and last.ends_at(length - 1):
                 snapshot = _At(length - 1, last.after(length - last.length - 2))  # a prompt was read up to here
             self._snapshots[slot] = snapshot if snapshot is not None and snapshot.length <= length else None
-            self._committed[slot] = _At(length, states.starts[row])
+            self._committed[slot] = _At(length, states.starts[row].state)
             self._last[slot] = _LastPass(length, parents[first:end], first, states)
 
     def commit(self, slots: Sequence[int], lengths: Sequence[int], paths: Sequence[Sequence[int]]) -> None:
@@ -218,13 +189,13 @@ class RecurrentStates:
 
     def assume(self, length: int) -> None:
         """Takes the state before any token for that behind `length` tokens, in all slots; for passes that are timed."""
-        self._committed = [_At(length, self._empty.states)] * len(self._committed)
+        self._committed = [_At(length, None)] * len(self._committed)
         self._last = [None] * len(self._last)
 
     def _at(self, slot: int, length: int) -> _At:
         last, snapshot = self._last[slot], self._snapshots[slot]
         if length == 0:
-            return self._empty
+            return _EMPTY
         if self._committed[slot].length == length:
             return self._committed[slot]
         if last is not None and last.ends_at(length):

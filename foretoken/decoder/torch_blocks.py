@@ -21,7 +21,7 @@ from torch.nn import functional
 from foretoken.attention.layout import AttentionLayout, tree_attention
 from foretoken.core.backend import has_triton_kernels, runs_cpu_kernels
 from foretoken.core.errors import PassError
-from foretoken.decoder.base import PassOutput
+from foretoken.decoder.base import PassOutput, UnsuitableError
 from foretoken.decoder.blocks import Block, Blocks, Experts, FeedForward, LeanWeights, Matrix, Norm, Side, tap_indices
 from foretoken.decoder.memory import check_memory
 from foretoken.decoder.quantized_modules import mixed
@@ -288,9 +288,12 @@ class TorchBlocks:
 
     def __init__(self, blocks: Blocks, cache: SlotCache, *, moves_weights: bool = False) -> None:
         """Fuses the projections of blocks on one device; takes the fastest element-wise operations."""
+        if len(blocks.attention) < len(blocks.blocks) or any(block.gates_heads for block in blocks.attention):
+            raise UnsuitableError("only native kernels on CPUs run recurrent layers, and attention with gates.")
         self._cache, self._ops = cache, elementwise_ops(blocks.dtype, blocks.device)
         self._layers = [
-            _Layer(index, block, blocks.dtype, moves_weights=moves_weights) for index, block in enumerate(blocks.blocks)
+            _Layer(index, block, blocks.dtype, moves_weights=moves_weights)
+            for index, block in enumerate(blocks.attention)
         ]
         self._final_norm = prepared_norm(blocks.final_norm, blocks.dtype)
 

@@ -162,9 +162,12 @@ class SpireHead(UnrolledHead):
         if parts.blocks is None:
             raise ConfigError(f"the target's blocks are not at hand. {advice}")
         try:
-            blocks = parts.blocks().blocks
+            layers = parts.blocks()
         except UnsuitableError as err:
             raise ConfigError(f"the target's blocks cannot be copied: {err} {advice}") from err
+        blocks = layers.attention
+        if len(blocks) < len(layers.blocks):
+            raise ConfigError(f"the target's blocks cannot be copied: some are recurrent. {advice}")
         for index, layer in zip(self.config.kept_layers, self._blocks(), strict=True):
             weights = _weights(blocks[index])
             own, shared = layer.state_dict(keep_vars=True), dict[str, Tensor]()

@@ -28,6 +28,10 @@ class LeanArchitecture:
         window: Source of the sliding window: "none", "config" (one for all layers), or "layer"
             (`self_attn.sliding_window`).
         softcap: Whether the configuration caps attention scores.
+        names: Of parts, where they differ from Llama's: of a layer, of `self_attn`, of the feed-forward layer, and of
+            the final norm.
+        mixer: The part of a layer in place of `self_attn`, if some layers are recurrent; None if none is.
+        gates_heads: Whether queries have gates of the heads' outputs, see `Block`.
     """
 
     norms: Mapping[str, str] = field(default_factory=lambda: _NORMS)
@@ -35,6 +39,9 @@ class LeanArchitecture:
     activation: str = "hidden_act"
     window: str = "none"
     softcap: bool = False
+    names: Mapping[str, str] = field(default_factory=dict)
+    mixer: str | None = None
+    gates_heads: bool = False
 
 
 # transformers' names of the parts of a block, by the names of their tensors in GGUF files.
@@ -174,6 +181,9 @@ ARCHITECTURES = {
     "olmo2": Architecture("Olmo2ForCausalLM", _OLMO, GgufArchitecture("olmo2", _POST_NORMS, _BIAS)),
     "olmo3": Architecture("Olmo3ForCausalLM", replace(_OLMO, window="layer"), GgufArchitecture(
         "olmo2", _POST_NORMS, _BIAS, window=4)),  # "olmo2" with a window
+    "bamba": Architecture("BambaForCausalLM", LeanArchitecture(
+        norms={"attention_norm": "input_layernorm", "mlp_norm": "pre_ff_layernorm"}, mixer="mamba",
+        names={"norm": "final_layernorm", "mlp": "feed_forward"})),
     "granite": Architecture("GraniteForCausalLM", gguf=GgufArchitecture(
         "granite", switches=_BIASES, is_permuted=True, scales={
             "logit_scale": "logits_scaling", "residual_scale": "residual_multiplier",
@@ -190,10 +200,14 @@ ARCHITECTURES = {
     "gpt_oss": Architecture("GptOssForCausalLM", gguf=GgufArchitecture("gpt-oss", _EXPERTS | {
         "post_attention_norm": "post_attention_layernorm", "ffn_gate_inp": "mlp.router"}, _BIAS,
         own_weights={"attn_sinks.weight": "self_attn.sinks"}, window=2, has_own_head_dim=True)),
-    "lfm2": Architecture("Lfm2ForCausalLM", gguf=GgufArchitecture(
+    "lfm2": Architecture("Lfm2ForCausalLM", LeanArchitecture(
+        norms={"attention_norm": "operator_norm", "mlp_norm": "ffn_norm"}, mixer="conv", names={
+            "norm": "embedding_norm", "o_proj": "out_proj", "q_norm": "q_layernorm", "k_norm": "k_layernorm",
+            "mlp": "feed_forward", "gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}), GgufArchitecture(
         "lfm2", _LFM2, outer={"token_embd_norm": "model.embedding_norm"},
         epsilon=("attention.layer_norm_rms_epsilon", "norm_eps"), keys=("shortconv.l_cache",))),
-    "qwen3_5_text": Architecture("Qwen3_5ForCausalLM", gguf=GgufArchitecture(
+    "qwen3_5_text": Architecture("Qwen3_5ForCausalLM", LeanArchitecture(
+        norm_offset=1.0, mixer="linear_attn", gates_heads=True), GgufArchitecture(
         "qwen35", _DELTA_NET | {"post_attention_norm": "post_attention_layernorm"},
         own_weights={"ssm_a": "linear_attn.A_log", "ssm_dt.bias": "linear_attn.dt_bias"}, norm_offset=1.0,
         keys=("full_attention_interval", "rope.dimension_sections", *_SSM_KEYS), has_own_head_dim=True)),

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from foretoken.attention.layout import AttentionLayout
-    from foretoken.decoder.recurrent_states import PassStates
+    from foretoken.models.level_states import LevelStates
 
 ATTENTION_NAME = "foretoken_tree"
 
@@ -34,7 +34,7 @@ class ForwardPass:
     num_layers: int | None = None
     features: dict[int | str, Tensor] = field(default_factory=dict)
     windows: dict[int, int | None] = field(default_factory=dict)
-    states: PassStates | None = None
+    states: LevelStates | None = None
 
 
 _current: ContextVar[ForwardPass | None] = ContextVar("foretoken_forward_pass", default=None)

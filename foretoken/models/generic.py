@@ -19,6 +19,7 @@ from foretoken.core.errors import ModelError, PassError
 from foretoken.decoder.base import PassOutput
 from foretoken.decoder.memory import check_memory, plain_tensors
 from foretoken.models.forward_pass import ForwardPass, current_pass, running
+from foretoken.models.level_states import LevelStates
 from foretoken.models.parts import target_parts
 
 if TYPE_CHECKING:
@@ -210,7 +211,7 @@ class GenericDecoder:
         }
         logits, rows = None, work.logit_rows
         layout = AttentionLayout(work)
-        states = None if self._states is None else self._states.begin(work)
+        states = None if self._states is None else LevelStates.of(work, self._states)
         begun = ForwardPass(layout=layout, num_layers=work.num_layers, states=states)
         with torch.inference_mode(), running(begun) as forward_pass:
             if work.num_layers is not None:

@@ -18,12 +18,16 @@ from foretoken.decoder.blocks import (
     Block,
     Blocks,
     BlockSpec,
+    Convolution,
     Experts,
     FeedForward,
     LeanWeights,
+    LinearAttention,
     Matrix,
     Norm,
+    RecurrentBlock,
     Rotary,
+    ShortConvolution,
 )
 from foretoken.decoder.memory import is_plain
 from foretoken.decoder.quantized_modules import QuantizedEmbedding, QuantizedExperts, QuantizedLinear, embedding_table
@@ -38,7 +42,7 @@ if TYPE_CHECKING:
 
 _LAYERS = (
     nn.Linear, QuantizedLinear, QuantizedExperts, nn.Embedding, QuantizedEmbedding, nn.LayerNorm, nn.Dropout,
-    nn.ModuleList,
+    nn.ModuleList, nn.Conv1d,
 )  # fmt: skip
 _ACTIVATIONS: dict[str, Activation] = {
     "silu": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh",
@@ -61,7 +65,7 @@ def read_weights(model: LoadedModel, num_positions: int) -> LeanWeights:
             blocks=[
                 _block(layer, model.config, index, architecture, tables) for index, layer in enumerate(backbone.layers)
             ],
-            final_norm=_norm(backbone.norm, architecture.norm_offset),
+            final_norm=_norm(_part(backbone, "norm", architecture), architecture.norm_offset),
         ),
         head=module.lm_head,
         logit_softcap=getattr(model.config, "final_logit_softcapping", None),
@@ -76,7 +80,7 @@ def _known_architecture(module: Any, config: Any) -> LeanArchitecture:
     if not _is_of_transformers(module):
         raise UnsuitableError(f"{name}, or a part of it, is no class of transformers.")
     architecture = LEAN_ARCHITECTURES[name]
-    activation = getattr(config, architecture.activation)
+    activation = _activation(config, architecture)
     if activation not in _ACTIVATIONS:
         raise UnsuitableError(f"{name} with activation '{activation}' is not among what it knows.")
     if getattr(config, "use_bidirectional_attention", False):
@@ -135,14 +139,29 @@ def _rotary_tables(module: Any, num_positions: int, model: LoadedModel) -> Calla
     return tables
 
 
-def _block(layer: Any, config: Any, index: int, architecture: LeanArchitecture, tables: Callable[..., Rotary]) -> Block:
+def _part(owner: Any, name: str, architecture: LeanArchitecture) -> Any:
+    """Returns a part by Llama's name."""
+    return getattr(owner, architecture.names.get(name, name))
+
+
+def _activation(config: Any, architecture: LeanArchitecture) -> str:
+    return str(getattr(config, architecture.activation, "silu"))
+
+
+def _block(
+    layer: Any, config: Any, index: int, architecture: LeanArchitecture, tables: Callable[..., Rotary]
+) -> Block | RecurrentBlock:
+    if architecture.mixer is not None and hasattr(layer, architecture.mixer):
+        return _recurrent_block(layer, config, architecture)
     attention, offset = layer.self_attn, architecture.norm_offset
     head_dim = attention.head_dim
-    sizes = [config.num_attention_heads * head_dim, *[config.num_key_value_heads * head_dim] * 2]
+    queries = config.num_attention_heads * head_dim * (2 if architecture.gates_heads else 1)
+    sizes = [queries, *[config.num_key_value_heads * head_dim] * 2]
     query, key, value = _matrices(attention, ("q_proj", "k_proj", "v_proj"), "qkv_proj", sizes)
     norms: Any = {field: _norm(getattr(layer, name), offset) for field, name in architecture.norms.items()}
-    if hasattr(attention, "q_norm"):
-        norms |= {"query_norm": _norm(attention.q_norm, offset), "key_norm": _norm(attention.k_norm, offset)}
+    if hasattr(attention, architecture.names.get("q_norm", "q_norm")):
+        names = {"query_norm": "q_norm", "key_norm": "k_norm"}
+        norms |= {field: _norm(_part(attention, name, architecture), offset) for field, name in names.items()}
     windows = {
         "none": None,
         "config": getattr(config, "sliding_window", None),
@@ -156,15 +175,88 @@ def _block(layer: Any, config: Any, index: int, architecture: LeanArchitecture, 
             scale=attention.scaling,
             softcap=config.attn_logit_softcapping if architecture.softcap else None,
             window=windows[architecture.window],
-            activation=_ACTIVATIONS[getattr(config, architecture.activation)],
+            activation=_ACTIVATIONS[_activation(config, architecture)],
         ),
         query=query,
         key=key,
         value=value,
-        output=Matrix.of(attention.o_proj),
-        mlp=_mlp(layer.mlp),
+        output=Matrix.of(_part(attention, "o_proj", architecture)),
+        mlp=_mlp(_part(layer, "mlp", architecture), architecture),
         rotary=_rotary(attention, config, index, tables),
+        gates_heads=architecture.gates_heads,
         **norms,
+    )
+
+
+def _recurrent_block(layer: Any, config: Any, architecture: LeanArchitecture) -> RecurrentBlock:
+    mixer = getattr(layer, architecture.mixer or "")
+    if hasattr(mixer, "in_proj_qkv"):
+        own: ShortConvolution | LinearAttention = _gated_delta(mixer)
+    else:
+        own = _state_space(mixer) if hasattr(mixer, "A_log") else _short_convolution(mixer)
+    norms: Any = {
+        field: _norm(getattr(layer, name), architecture.norm_offset) for field, name in architecture.norms.items()
+    }
+    return RecurrentBlock(
+        mixer=own,
+        output=Matrix.of(mixer.out_proj),
+        mlp=_mlp(_part(layer, "mlp", architecture), architecture),
+        activation=_ACTIVATIONS[_activation(config, architecture)],
+        **norms,
+    )
+
+
+def _convolution(module: Any) -> Convolution:
+    bias = None if module.bias is None else module.bias.detach()
+    return Convolution(weight=module.weight.detach().squeeze(1), bias=bias)
+
+
+def _short_convolution(mixer: Any) -> ShortConvolution:
+    """LFM2: the rows of the factor, the gate and the input."""
+    return ShortConvolution(projection=Matrix.of(mixer.in_proj), order=(2, 1, 0), convolution=_convolution(mixer.conv))
+
+
+def _gated_delta(mixer: Any) -> LinearAttention:
+    """Gated DeltaNet: queries, keys, values; steps; betas; gates."""
+    keys, heads, norm = mixer.key_dim, mixer.num_v_heads, _norm(mixer.norm)
+    names = ("in_proj_qkv", "in_proj_a", "in_proj_b", "in_proj_z")
+    return LinearAttention(
+        projections=tuple(Matrix.of(getattr(mixer, name)) for name in names),
+        columns=(0, 2 * keys + mixer.value_dim + 2 * heads),
+        channels=(0, keys, 2 * keys),
+        convolution=_convolution(mixer.conv1d),
+        num_key_heads=mixer.num_k_heads,
+        num_heads=heads,
+        key_dim=mixer.head_k_dim,
+        value_dim=mixer.head_v_dim,
+        decay=-mixer.A_log.detach().float().exp(),
+        step_bias=mixer.dt_bias.detach(),
+        norm=Norm(weight=norm.weight.repeat(heads), epsilon=norm.epsilon),
+        norm_size=mixer.head_v_dim,
+        gates_first=False,
+        beta_scale=1.0,
+    )
+
+
+def _state_space(mixer: Any) -> LinearAttention:
+    """Mamba2: gates; values, keys, queries; steps."""
+    inner, groups, size = mixer.intermediate_size, mixer.n_groups, mixer.ssm_state_size
+    return LinearAttention(
+        projections=(Matrix.of(mixer.in_proj),),
+        columns=(inner, 0),
+        channels=(inner + groups * size, inner, 0),
+        convolution=_convolution(mixer.conv1d),
+        num_key_heads=groups,
+        num_heads=mixer.num_heads,
+        key_dim=size,
+        value_dim=mixer.head_dim,
+        decay=-mixer.A_log.detach().float().exp(),
+        step_bias=mixer.dt_bias.detach(),
+        skip=mixer.D.detach(),
+        norm=_norm(mixer.norm),
+        norm_size=inner // groups,
+        gates_first=True,
+        beta_scale=0.0,
     )
 
 
@@ -176,7 +268,7 @@ def _rotary(attention: Any, config: Any, index: int, tables: Callable[..., Rotar
     return tables(config.layer_types[index]) if by_kind else tables()
 
 
-def _mlp(module: Any) -> FeedForward | Experts:
+def _mlp(module: Any, architecture: LeanArchitecture) -> FeedForward | Experts:
     if hasattr(module, "experts"):
         experts, router = module.experts, module.gate
         is_quantized = isinstance(experts, QuantizedExperts)
@@ -189,9 +281,10 @@ def _mlp(module: Any) -> FeedForward | Experts:
         )
     if hasattr(module, "c_fc"):
         return FeedForward(gate=None, up=Matrix.of(module.c_fc), down=Matrix.of(module.c_proj))
-    width = module.down_proj.in_features
-    gate, up = _matrices(module, ("gate_proj", "up_proj"), "gate_up_proj", [width, width])
-    return FeedForward(gate=gate, up=up, down=Matrix.of(module.down_proj))
+    down = _part(module, "down_proj", architecture)
+    names = tuple(architecture.names.get(name, name) for name in ("gate_proj", "up_proj"))
+    gate, up = _matrices(module, names, "gate_up_proj", [down.in_features] * 2)
+    return FeedForward(gate=gate, up=up, down=Matrix.of(down))
 
 
 def _matrices(owner: Any, names: tuple[str, ...], joined: str, sizes: list[int]) -> list[Matrix]:

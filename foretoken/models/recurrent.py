@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
 from foretoken.decoder.recurrent_states import LayerState
+from foretoken.models.borrowed import is_adapted
 from foretoken.models.forward_pass import current_pass
 
 if TYPE_CHECKING:
@@ -32,6 +33,8 @@ def adapt_recurrent_layers(model: nn.Module) -> bool:
     """
     mixers: list[Any] = [module for module in model.modules() if _is_mixer(module)]
     for mixer in mixers:
+        if is_adapted(mixer):  # the model was wrapped before
+            continue
         mixer.forward = partial(_forward, mixer, mixer.forward)
         if hasattr(mixer, "time_step_limit"):
             mixer.time_step_limit = (0.0, float("inf"))

@@ -52,8 +52,11 @@ def layer_shapes(model: LoadedModel) -> list[LayerShape]:
     Raises `ModelError` as `probe_layer_shapes`.
     """
     try:
-        specs = [block.spec for block in read_weights(model, 1).layers.blocks]
+        layers = read_weights(model, 1).layers
     except UnsuitableError:
+        return probe_layer_shapes(model.module)
+    specs = [block.spec for block in layers.attention]
+    if len(specs) < len(layers.blocks):  # sizes of states
         return probe_layer_shapes(model.module)
     return [LayerShape(spec.num_kv_heads, spec.head_dim, spec.head_dim) for spec in specs]
 

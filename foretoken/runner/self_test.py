@@ -26,6 +26,7 @@ from foretoken.core.backend import is_out_of_memory
 from foretoken.core.errors import ForetokenError, ModelError, foreign_errors_as, one_line
 from foretoken.core.passes import Pass
 from foretoken.core.token_tree import TokenTree, TreeRow
+from foretoken.decoder.blocks import Block
 from foretoken.decoder.quantized_modules import QuantizedLinear
 from foretoken.models.forward_pass import current_pass
 from foretoken.models.generic import find_blocks, first_output, run_plain
@@ -163,7 +164,7 @@ class _Test:
         self._windows: dict[int, int | None] = {}  # of each layer, as attention got it
         if self._is_lean:
             blocks = read_weights(model, 1).layers.blocks
-            self._windows = {index: block.spec.window for index, block in enumerate(blocks)}
+            self._windows = {at: block.spec.window for at, block in enumerate(blocks) if isinstance(block, Block)}
 
     def run(self) -> None:
         module, least = self._model.module, dict[str, Tensor]()

@@ -18,8 +18,9 @@ from foretoken import LLM
 from foretoken.core.errors import ConfigError, ModelError, PassError
 from foretoken.core.passes import Pass
 from foretoken.core.token_tree import TokenTree, TreeRow
-from foretoken.decoder.recurrent_states import LayerState, PassStates
+from foretoken.decoder.recurrent_states import LayerState
 from foretoken.decoder.slot_cache import affordable_rows
+from foretoken.models.level_states import LevelStates
 from foretoken.models.loading import wrap_model
 from foretoken.runner.decoders import probe_layer_shapes
 from foretoken.runner.runner import Runner
@@ -27,6 +28,10 @@ from foretoken.runner.runner import Runner
 # Relative error of logits, as `FLOAT32_TOLERANCE`; the chunked form of an ordinary forward adds in another order.
 # At most 1e-5 is measured; the mutants below give 1e-2 and more.
 TOLERANCE = 5e-5
+
+
+NATIVE = ("qwen3_5", "lfm2", "bamba")  # each another kind of layer of the native kernels
+ROUTES = [*((name, "generic") for name in RECURRENT_ARCHITECTURES), *((name, "lean-native") for name in NATIVE)]
 
 
 class TokenByToken(PlainModel):
@@ -60,19 +65,23 @@ def error(rounds: list[Round], plain: PlainModel) -> float:
     )
 
 
-@pytest.mark.parametrize("architecture", RECURRENT_ARCHITECTURES)
-def test_trees_equal_forwards_of_their_paths(architecture: str) -> None:
+@pytest.mark.parametrize(("architecture", "route"), ROUTES)
+def test_trees_equal_forwards_of_their_paths(architecture: str, route: str) -> None:
     """Three prompts in chunks, random trees, and random paths of them committed, in one batch."""
-    runner = tiny_runner(architecture, prefill_chunk=5)
-    assert runner.name == "generic"
-    assert error(decode(runner, rounds=4), reference(architecture)) < TOLERANCE
+    runner = tiny_runner(architecture, prefill_chunk=5, runner=route)
+    assert error(decode(runner, rounds=6), reference(architecture)) < TOLERANCE
 
 
-@pytest.mark.parametrize("architecture", ["qwen3_5", "lfm2", "bamba", "jamba"])
+@pytest.mark.parametrize("architecture", RECURRENT_ARCHITECTURES)
+def test_exact_routes_come_first(architecture: str) -> None:
+    assert tiny_runner(architecture).name == ("lean-native" if architecture in NATIVE else "generic")
+
+
+@pytest.mark.parametrize(("architecture", "route"), [route for route in ROUTES if route[0] in (*NATIVE, "jamba")])
 @pytest.mark.parametrize("length", [1, 2, 3, 4, 8, 65])
-def test_prompts_of_any_length(architecture: str, length: int) -> None:
+def test_prompts_of_any_length(architecture: str, route: str, length: int) -> None:
     """Shorter than the window of the convolution, as long, longer, and past the states that a pass keeps."""
-    runner, prompt = tiny_runner(architecture), random_tokens(random.Random(length), length)
+    runner, prompt = tiny_runner(architecture, runner=route), random_tokens(random.Random(length), length)
     prefill(runner, 0, prompt)
     tree = TokenTree.from_rows([TreeRow([5, 6, 7], [-1, 0, 0])])
     logits = runner.verify([0], [length], tree).logits
@@ -84,13 +93,13 @@ def test_prompts_of_any_length(architecture: str, length: int) -> None:
 @pytest.mark.parametrize("architecture", ["qwen3_5", "lfm2", "falcon_h1"])
 def test_a_committed_state_is_that_of_the_text(architecture: str) -> None:
     """After each commit, of none, some or all nodes, the state is that of a fresh slot that read the text."""
-    runner = tiny_runner(architecture)
+    runner = tiny_runner(architecture, runner="generic")
 
     def compare(slot: int, tokens: list[int]) -> None:
-        fresh = tiny_runner(architecture)
+        fresh = tiny_runner(architecture, runner="generic")
         for start, token in enumerate(tokens):
             fresh.prefill(0, [token], start)
-        ours, theirs = (each.cache.states._at(at, len(tokens)).states for each, at in ((runner, slot), (fresh, 0)))
+        ours, theirs = (each.cache.states._at(at, len(tokens)).state for each, at in ((runner, slot), (fresh, 0)))
         for layer, state in theirs.items():
             for own, other in zip(ours[layer], state, strict=True):
                 assert (own is None) == (other is None)
@@ -100,7 +109,7 @@ def test_a_committed_state_is_that_of_the_text(architecture: str) -> None:
 
 
 def test_a_failed_or_repeated_pass_changes_nothing() -> None:
-    runner = tiny_runner("qwen3_5")
+    runner = tiny_runner("qwen3_5", runner="generic")
     prompt = prompts()[1]
     prefill(runner, 0, prompt)
     tree = TokenTree.from_rows([TreeRow([5, 6, 7, 8], [-1, 0, 0, 2])])
@@ -117,9 +126,10 @@ def test_a_failed_or_repeated_pass_changes_nothing() -> None:
         assert torch.equal(runner.verify([0], [len(prompt)], tree).logits, first)
 
 
-def test_a_reused_slot_and_a_copied_prefix() -> None:
+@pytest.mark.parametrize("route", ["generic", "lean-native"])
+def test_a_reused_slot_and_a_copied_prefix(route: str) -> None:
     """A slot begins anew; completions begin before a prompt's last token; other prefixes are not known."""
-    runner, rng = tiny_runner("qwen3_5"), random.Random(5)
+    runner, rng = tiny_runner("qwen3_5", runner=route), random.Random(5)
     prompt = random_tokens(rng, 20)
     prefill(runner, 0, prompt, chunk=9)
     states = runner.cache.states
@@ -141,8 +151,9 @@ def test_a_reused_slot_and_a_copied_prefix() -> None:
     assert torch.allclose(runner.verify([3], [8], tree).logits, again, rtol=1e-4, atol=1e-4)
 
 
-def test_commits_of_no_pass_are_refused() -> None:
-    runner = tiny_runner("lfm2")
+@pytest.mark.parametrize("route", ["generic", "lean-native"])
+def test_commits_of_no_pass_are_refused(route: str) -> None:
+    runner = tiny_runner("lfm2", runner=route)
     prefill(runner, 0, [1, 2, 3])
     runner.verify([0], [3], TokenTree.from_rows([TreeRow([5, 6], [-1, 0])]))
     with pytest.raises(PassError, match=r"slot 0 has no nodes behind 4 tokens"):
@@ -153,52 +164,53 @@ def test_commits_of_no_pass_are_refused() -> None:
 
 
 def _sibling(monkeypatch: pytest.MonkeyPatch) -> None:
-    own = PassStates.of
+    own = LevelStates.of
 
-    def wrong(work: Pass, starts: Any) -> PassStates:
-        made = own(work, starts)
+    def wrong(work: Pass, slots: Any) -> LevelStates:
+        made = own(work, slots)
         levels = [
             level._replace(parents=level.parents.roll(1) if at else level.parents)
             for at, level in enumerate(made.levels)
         ]
-        return PassStates(made.starts, levels, made.place)
+        return LevelStates(made.starts, made.empty, levels, made.place)
 
-    monkeypatch.setattr(PassStates, "of", staticmethod(wrong))
+    monkeypatch.setattr(LevelStates, "of", staticmethod(wrong))
 
 
 def _one_step_too_far(monkeypatch: pytest.MonkeyPatch) -> None:
-    own = PassStates.after
+    own = LevelStates.after
 
-    def wrong(states: PassStates, node: int) -> dict[int, LayerState]:
+    def wrong(states: LevelStates, node: int) -> dict[int, LayerState]:
         level, row = states.place[node]
         below = states.levels[level + 1].parents.tolist() if level + 1 < len(states.levels) else []
         return own(states, states.place.index((level + 1, below.index(row))) if row in below else node)
 
-    monkeypatch.setattr(PassStates, "after", wrong)
+    monkeypatch.setattr(LevelStates, "after", wrong)
+
+
+def before(states: LevelStates) -> dict[int, LayerState]:
+    """The states of the first sequence before the pass."""
+    return states.starts[0].state or states.empty
 
 
 def _stale_window(monkeypatch: pytest.MonkeyPatch) -> None:
-    own = PassStates.after
+    own = LevelStates.after
 
-    def wrong(states: PassStates, node: int) -> dict[int, LayerState]:
-        row = 0  # the window before the pass, of the first sequence
-        return {
-            layer: each._replace(window=states.starts[row][layer].window) for layer, each in own(states, node).items()
-        }
+    def wrong(states: LevelStates, node: int) -> dict[int, LayerState]:
+        return {layer: each._replace(window=before(states)[layer].window) for layer, each in own(states, node).items()}
 
-    monkeypatch.setattr(PassStates, "after", wrong)
+    monkeypatch.setattr(LevelStates, "after", wrong)
 
 
 def _stale_recurrence(monkeypatch: pytest.MonkeyPatch) -> None:
-    own = PassStates.after
+    own = LevelStates.after
 
-    def wrong(states: PassStates, node: int) -> dict[int, LayerState]:
+    def wrong(states: LevelStates, node: int) -> dict[int, LayerState]:
         return {
-            layer: each._replace(recurrent=states.starts[0][layer].recurrent)
-            for layer, each in own(states, node).items()
+            layer: each._replace(recurrent=before(states)[layer].recurrent) for layer, each in own(states, node).items()
         }
 
-    monkeypatch.setattr(PassStates, "after", wrong)
+    monkeypatch.setattr(LevelStates, "after", wrong)
 
 
 MUTANTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
@@ -211,7 +223,7 @@ MUTANTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
 
 @pytest.mark.parametrize("mutant", MUTANTS)
 def test_mutants_are_caught(mutant: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    runner, plain = tiny_runner("qwen3_5"), reference("qwen3_5")
+    runner, plain = tiny_runner("qwen3_5", runner="generic"), reference("qwen3_5")
     MUTANTS[mutant](monkeypatch)
     assert error(decode(runner, rounds=4), plain) > 1e-3
 
@@ -219,11 +231,11 @@ def test_mutants_are_caught(mutant: str, monkeypatch: pytest.MonkeyPatch) -> Non
 def test_the_self_test_catches_a_siblings_state(monkeypatch: pytest.MonkeyPatch) -> None:
     _sibling(monkeypatch)
     with pytest.raises(ModelError, match="gives wrong logits for a token tree"):
-        tiny_runner("lfm2")
+        tiny_runner("lfm2", runner="generic")
 
 
 def test_a_pass_leaves_committed_states_alone() -> None:
-    runner, prompt = tiny_runner("bamba"), prompts()[1]
+    runner, prompt = tiny_runner("bamba", runner="generic"), prompts()[1]
     for slot in SLOTS:
         prefill(runner, slot, prompt)
     tree = TokenTree.from_rows([TreeRow([5, 6, 7], [-1, 0, 0])] * len(SLOTS))
@@ -231,17 +243,18 @@ def test_a_pass_leaves_committed_states_alone() -> None:
     runner.verify(SLOTS, lengths, tree)
     states = runner.cache.states
     assert states is not None
-    before = states._committed[SLOTS[0]].states
+    before = states._committed[SLOTS[0]].state
     copies = {layer: [None if part is None else part.clone() for part in state] for layer, state in before.items()}
     runner.verify(SLOTS, lengths, tree)
-    assert states._committed[SLOTS[0]].states is before or states._committed[SLOTS[0]].states == before
+    assert states._committed[SLOTS[0]].state is before or states._committed[SLOTS[0]].state == before
     for layer, state in before.items():
         for part, copied in zip(state, copies[layer], strict=True):
             assert part is None or torch.equal(part, copied)
 
 
-def test_a_part_of_the_model_is_refused() -> None:
-    runner = tiny_runner("lfm2")
+@pytest.mark.parametrize("route", ["generic", "lean-native"])
+def test_a_part_of_the_model_is_refused(route: str) -> None:
+    runner = tiny_runner("lfm2", runner=route)
     prefill(runner, 0, [1, 2, 3])
     work = runner.verification([0], [3], TokenTree.from_rows([TreeRow([5, 6], [-1, 0])]))
     with pytest.raises(PassError, match="run whole trees through all blocks"):
@@ -270,19 +283,19 @@ def test_states_are_part_of_the_memory_of_the_cache() -> None:
     assert affordable_rows(shapes, memory_bytes=100 * row + 7 * state, num_states=7, **kinds) == 100
     with pytest.raises(ModelError, match=r"there is no memory for the KV cache of 'tiny', 2 sequences"):
         Runner(model, num_slots=2, max_nodes=12, kv_cache_memory_bytes=28 * state)
-    runner = Runner(model, num_slots=2, max_nodes=12)
+    runner = Runner(model, num_slots=2, max_nodes=12, runner="generic")
     prefill(runner, 0, [1, 2, 3])
     runner.verify([0], [3], TokenTree.from_rows([TreeRow([5, 6, 7, 8], [-1, 0, 0, 0])]))
     runner.commit([0], [3], [[2]])
     states = runner.cache.states
     assert states is not None
-    kept = [part for layer in states._committed[0].states.values() for part in layer if part is not None]
+    kept = [part for layer in states._committed[0].state.values() for part in layer if part is not None]
     assert all(part.untyped_storage().nbytes() == part.nbytes for part in kept)
 
 
 @pytest.mark.parametrize("is_scored", [False, True])
 def test_a_prompt_keeps_two_states(is_scored: bool) -> None:
-    runner, prompt = tiny_runner("qwen3_5"), prompts()[1]
+    runner, prompt = tiny_runner("qwen3_5", runner="generic"), prompts()[1]
     states = runner.cache.states
     assert states is not None
     for slot in SLOTS:

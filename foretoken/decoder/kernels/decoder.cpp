@@ -43,9 +43,9 @@ auto with_dtype(const Model& model, Run&& run) {
 extern "C" {
 
 // -1 if 64 bits cannot count the bytes.
-int64_t foretoken_workspace_bytes(const Model* model, int64_t num_nodes, int64_t num_threads, int64_t num_attention) {
+int64_t foretoken_workspace_bytes(const Model* model, int64_t num_nodes, int64_t num_threads, int64_t num_attention, int64_t num_replayed) {
   return with_dtype(*model, [&](auto type) {
-    return Workspace<decltype(type)>(*model, num_nodes, num_threads, nullptr, num_attention).size;
+    return Workspace<decltype(type)>(*model, num_nodes, num_threads, nullptr, num_attention, num_replayed).size;
   });
 }
 

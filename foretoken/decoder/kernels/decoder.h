@@ -15,6 +15,7 @@
 #include "integer_tiles.h"
 #include "interface.h"
 #include "quantized.h"
+#include "recurrent.h"
 #include "rows.h"
 #include "tiles.h"
 #include "vectors.h"
@@ -31,10 +32,12 @@ class Decoder {
         pass_(pass),
         rows_(pass.starts[pass.num_sequences]),
         num_nodes_(pass.node_starts[pass.num_sequences]),
-        space_(model, num_nodes_, pass.num_threads, pass.workspace, pass.attention == nullptr ? 0 : pass.num_attention),
+        space_(model, num_nodes_, pass.num_threads, pass.workspace, pass.attention == nullptr ? 0 : pass.num_attention,
+               model.window == 0 ? 0 : pass.replay_starts[pass.num_sequences]),
         normed_(space_.normed, rows_, model.hidden, space_.rounded),
         mixed_(space_.mixed, rows_, model.heads * model.head_dim, space_.rounded),
-        group_(group_size(model)) {
+        group_(group_size(model)),
+        recurrent_(model, pass, space_, barrier_) {
     std::iota(space_.every, space_.every + num_nodes_, 0);
     while (portion_ > SharedAttention<T>::kQueries && num_units() < kUnits * pass.num_threads) portion_ /= 2;
     space_.units[0] = 0;
@@ -55,7 +58,7 @@ class Decoder {
     for (int64_t i = 0; i < model_.num_layers; ++i) {
       keep_features(i);
       if (pass_.is_append && i == model_.num_layers - 1) return append(model_.layers[i]);
-      attend(model_.layers[i]);
+      model_.layers[i].recurrent.kind == kAttention ? attend(model_.layers[i]) : recur(model_.layers[i]);
       feed_forward(model_.layers[i]);
     }
     keep_features(model_.num_layers);
@@ -104,12 +107,28 @@ class Decoder {
     add(layer.output, mixed_, layer.attention_post_norm);
   }
 
+  void recur(const Layer& layer) {
+    const Recurrent& own = layer.recurrent;
+    normalise(layer.attention_norm);
+    round(normed_, rows_, {&own.inputs[0], &own.inputs[1], &own.inputs[2], &own.inputs[3]});
+    for (int64_t i = 0, at = 0; i < own.num_inputs; at += own.inputs[i++].rows) {
+      multiply(own.inputs[i], normed_, rows_, [&](int64_t m, int64_t n, auto count, const float* values) {
+        std::copy_n(values, count, space_.projected + m * own.width + at + n);
+      });
+    }
+    barrier_.wait();
+    const MatrixInputs<T> mixed(space_.mixed, rows_, layer.output.cols, space_.rounded);
+    recurrent_.run(own, mixed);
+    barrier_.wait();
+    add(layer.output, mixed, layer.attention_post_norm);
+  }
+
   // Each thread computes queries, keys and values of some KV heads and their attention. It waits for no other thread,
   // and its data stays in its caches.
   void attend_own_heads(const Layer& layer, const MatrixInputs<T>& inputs) {
     const int64_t count = model_.kv_heads / omp_get_num_threads(), first = count * omp_get_thread_num();
     const int64_t rows = count * model_.head_dim;
-    multiply_into(layer.query, inputs, rows_, space_.query, rows * group_);
+    multiply_into(layer.query, inputs, rows_, space_.query, rows * group_ * (layer.gates_heads ? 2 : 1));
     multiply_into(layer.key, inputs, rows_, space_.key, rows);
     multiply_into(layer.value, inputs, rows_, space_.value, rows);
     for (int64_t m = 0; m < rows_; ++m) {
@@ -293,7 +312,7 @@ class Decoder {
     const int64_t D = model_.head_dim, s = space_.sequence[m], t = m - pass_.starts[s];
     if (layer.norms_all_heads) normalise_head(layer.query_norm, space_.query + m * model_.heads * D, model_.heads * D);
     for (int64_t h = first * group_; h < last * group_; ++h) {
-      float* query = space_.query + (m * model_.heads + h) * D;
+      float* query = query_of(layer, m, h);
       rotate_head(layer, layer.query_norm, query, m);
       const Queries queries = queries_of(s, h / group_);
       const int64_t q = t * group_ + h % group_;
@@ -357,7 +376,7 @@ class Decoder {
         if (is_weighed(s, first + c)) attention.keep(c, space_.kept + weighed++ * SharedAttention<T>::kept(model_.capacity));
       }
       attention.run();
-      put(attention, s, unit, first);
+      put(layer, attention, s, unit, first);
       if (pass_.attention == nullptr) return;
       float* weights = pass_.attention + ((s * model_.num_layers + (&layer - model_.layers)) * model_.kv_heads + unit / chunks_of(s)) * pass_.attention_cols;
       for (int c = 0; c < count; ++c) {
@@ -380,18 +399,28 @@ class Decoder {
     share(model_.kv_heads, [&](int64_t head) {
       with_unit(layer, 0, head, [&](SharedAttention<T>& attention, int64_t first, int) {
         attention.add_up([&](int64_t b) { return part(head, b); });
-        put(attention, 0, head, first);
+        put(layer, attention, 0, head, first);
       });
     });
   }
 
   // Writes the results of queries from `first` on.
-  void put(const SharedAttention<T>& attention, int64_t s, int64_t unit, int64_t first) {
+  void put(const Layer& layer, const SharedAttention<T>& attention, int64_t s, int64_t unit, int64_t first) {
     attention.emit([&](int c, int64_t d, auto values) {
       const int64_t m = pass_.starts[s] + (first + c) / group_, head = unit / chunks_of(s) * group_ + (first + c) % group_;
+      if (layer.gates_heads) values = values * gate_at(query_of(layer, m, head) + model_.head_dim + d, values);
       put_anywhere(mixed_, m, head * model_.head_dim + d, values);
     });
   }
+
+  // A head of a token's queries, followed by its gate if it has one.
+  float* query_of(const Layer& layer, int64_t m, int64_t head) const {
+    return space_.query + (m * model_.heads + head) * model_.head_dim * (layer.gates_heads ? 2 : 1);
+  }
+
+  static float gate_at(const float* x, float) { return gate_of(Lanes{} + *x)[0]; }
+  static Lanes gate_at(const float* x, Lanes) { return gate_of(load_lanes(x)); }
+  static Lanes gate_of(Lanes x) { return 1.0f / (1.0f + exponential(-x)); }
 
   // Whether the attention weights of a query are needed.
   bool is_weighed(int64_t s, int64_t query) const {
@@ -468,6 +497,7 @@ class Decoder {
   const int64_t group_;                                 // query heads for each KV head
   int64_t portion_ = SharedAttention<T>::kMostQueries;  // queries that a thread computes together
   Barrier barrier_;
+  const RecurrentLayers<T> recurrent_;
 };
 
 }  // namespace

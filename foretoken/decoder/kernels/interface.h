@@ -53,6 +53,27 @@ struct Experts {
   int64_t is_normalised;        // whether the weights of a token's experts are scaled to sum to 1
 };
 
+// What a layer has in place of attention, see `recurrent.h`. Its projections, the rows of `inputs`, stand side by side in
+// a row of a token. From `row_at` on are the inputs of the convolution, then the raw steps of all heads, then their raw
+// betas (delta rule alone): that part of the row, `row_size`, is stored for later passes.
+enum RecurrentKind : int64_t { kAttention = 0, kConvolution = 1, kDelta = 2, kStateSpace = 3 };
+struct Recurrent {
+  Matrix inputs[4];
+  int64_t kind;                               // a `RecurrentKind`
+  int64_t num_inputs, width;                  // of a row
+  int64_t row_at, row_size, gate_at;          // gate: of the outputs
+  int64_t factor_at;                          // of a convolution alone: what its inputs are multiplied with
+  int64_t channels;
+  int64_t query_at, key_at, value_at;         // among the channels
+  int64_t key_heads, heads, key_dim, value_dim;
+  int64_t norm_size, gates_first;             // outputs that are normed together; whether the gate comes before the norm
+  int64_t state_at, rows_before;              // in a block of states, see `Pass`: of the state; widths of earlier layers' rows
+  const float *taps, *tap_bias;               // (window + 1, channels), (channels,) or null
+  const float *decay, *step_bias, *skip;      // (heads,); skip: the values' own part of the outputs, or null
+  Norm norm;                                  // (heads * value_dim,)
+  float beta_scale;
+};
+
 struct Layer {
   Matrix query, key, value, output;
   Matrix gate, up, down;  // without gate: the activation of `up`; without all three: experts
@@ -66,7 +87,9 @@ struct Layer {
   int64_t window;             // a token sees keys less than this many positions back; 0: all
   int64_t activation;         // an `Activation`
   int64_t norms_all_heads;    // whether one norm covers all heads of queries or keys
+  int64_t gates_heads;        // whether each head of queries has a gate of its output behind it
   float scale, softcap;       // of attention scores; 0: no cap
+  Recurrent recurrent;        // in place of query, key and value
 };
 
 struct Model {
@@ -78,6 +101,9 @@ struct Model {
   int64_t intermediate;      // widest of the dense layers
   int64_t has_post_norms;    // whether some layer has one
   int64_t num_experts, top_k, expert_intermediate;  // largest of any layer
+  int64_t window;            // rows before a token that its convolution reads; 0: no layer is recurrent
+  int64_t state_size, row_size;  // floats of a block of states: states of all layers, and a row of all layers
+  int64_t recurrent_width, recurrent_channels, recurrent_heads, recurrent_outputs, recurrent_keys;  // largest of any layer
   float embedding_scale, logit_softcap;             // 0: no cap
   Matrix embedding;          // (vocab, hidden), without a bias
   Norm final_norm;           // (hidden,)
@@ -106,6 +132,15 @@ struct Pass {
   const int64_t* attention_rows;         // (A,) ascending, the tokens whose attention weights are needed
   float* attention;                      // (S, L, KV heads, C), zeros; gets the weights of cache rows, summed over these tokens; or null
   const int64_t* taps;                   // (F,) boundary indices; layers + 1 means after the final norm
+  // Of recurrent layers. A block of states has the states of all layers behind some tokens, then `window` rows of each
+  // layer for the last of them, and `rows` of tokens behind them. A sequence begins with the state of a block, after
+  // some of its rows; this pass makes the block of the state behind these and the first `settled` nodes, with the rows of
+  // the others.
+  float* const* states_from;             // (S,), null: before any text
+  float* const* states_to;               // (S,), with as many rows as nodes are not settled
+  const int64_t* rows_from;              // (S,), rows of `states_from`
+  const int64_t *replayed, *replay_starts;  // indices of rows of `states_from`, each behind the one before; (S + 1,)
+  const int64_t* settled;                // (S,), a chain that every other node comes after
   int64_t num_impossible;
   int64_t num_attention, attention_cols;  // A, and C: at least the rows of every sequence, prefix and nodes
   int64_t num_taps;

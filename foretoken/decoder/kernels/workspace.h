@@ -18,6 +18,10 @@ inline int64_t aligned(int64_t bytes) { return (bytes + 63) / 64 * 64; }
 inline bool has_side(const Model& model) { return model.layers[0].side_norm.weight != nullptr; }
 inline int64_t attention_width(const Model& model) { return has_side(model) ? 2 * model.hidden : model.hidden; }
 
+inline bool gates_heads(const Model& model) {
+  return std::any_of(model.layers, model.layers + model.num_layers, [](const Layer& layer) { return layer.gates_heads != 0; });
+}
+
 inline int64_t group_size(const Model& model) { return model.heads / model.kv_heads; }
 
 // Whether a matrix is in integers.
@@ -25,6 +29,7 @@ inline bool has_integers(const Model& model) {
   bool found = model.head.bits != 0;
   for (int64_t i = 0; i < model.num_layers; ++i) {
     const Layer& layer = model.layers[i];
+    for (const Matrix& each : layer.recurrent.inputs) found = found || each.bits != 0;
     for (const Matrix* each : {&layer.query, &layer.key, &layer.value, &layer.output, &layer.gate, &layer.up, &layer.down, &layer.experts.gate_up, &layer.experts.down}) found = found || each->bits != 0;
   }
   return found;
@@ -41,6 +46,17 @@ void take(void* base, int64_t& size, E*& part, int64_t rows, int64_t cols) {
     size = -1;
   }
 }
+
+constexpr int64_t kTile = 16;     // columns of a recurrent state that a thread takes through a sequence; a choice
+constexpr int64_t kKeyStep = 4;   // heads of keys are multiples of it
+constexpr int64_t kMostTaps = 8;  // of convolutions
+constexpr int64_t kMostOpen = 33;  // states that wait for further branches: each is of a tree half as large, or smaller
+
+// A token on the way through a tree: the places of its parent's state and of its own.
+struct Visit {
+  int64_t item;
+  int32_t from, to;
+};
 
 // Buffers of a pass; `size` is their bytes. T as in the decoder.
 template <class T>
@@ -69,11 +85,20 @@ struct Workspace {
   Token *pair_inputs, *pair_inner;              // of P tokens and the padding of each expert's tokens
   char* pair_rounded;                           // `RoundedInputs` of the wider of these, if a matrix is in integers
 
+  // Of recurrent layers, see `recurrent.h`; I items: nodes and replayed tokens.
+  float *projected, *read;   // (M, recurrent_width), (M, recurrent_outputs)
+  float *convolved, *gates;  // (I, recurrent_channels), (I, recurrent_heads, 2)
+  float* tiles;              // (threads, kMostOpen, recurrent_keys, kTile)
+  int64_t* items;            // (S + 1,), the first item of each sequence
+  Visit *visits, *waiting;   // (I,), (M,)
+  int32_t* branches;         // (4, M + 1)
+
   int64_t size = 0;  // -1 if 64 bits cannot count it
   int64_t num_kept;  // queries in `kept` of a thread
 
-  // M: tokens or nodes, the larger number; weighed: tokens whose attention weights are needed.
-  Workspace(const Model& model, int64_t M, int64_t threads, void* base, int64_t weighed = 0) {
+  // M: tokens or nodes, the larger number; weighed: tokens whose attention weights are needed; replayed: tokens that
+  // recurrent layers compute again.
+  Workspace(const Model& model, int64_t M, int64_t threads, void* base, int64_t weighed = 0, int64_t replayed = 0) {
     const int64_t q = model.heads * model.head_dim, kv = model.kv_heads * model.head_dim;
     int64_t pairs = 0;
     if (M > std::numeric_limits<int64_t>::max() - kMostTokens || __builtin_mul_overflow(M, model.top_k, &pairs) ||
@@ -83,7 +108,7 @@ struct Workspace {
     const int64_t padded_M = size < 0 ? 0 : most_inputs(M);
     const int64_t padded_pairs = size < 0 ? 0 : pairs + std::min(pairs, model.num_experts) * (kMostTokens - 1);
     take(base, size, residual, M, model.hidden);
-    take(base, size, query, M, q);
+    take(base, size, query, M, gates_heads(model) ? 2 * q : q);
     take(base, size, key, M, kv);
     take(base, size, value, M, kv);
     take(base, size, gate, M, model.intermediate);
@@ -91,9 +116,9 @@ struct Workspace {
     take(base, size, branch, model.has_post_norms ? M : 0, model.hidden);
     take(base, size, rotated, M, kMostPerQuery * model.heads * SharedAttention<T>::Engine::Queries::padded(model.head_dim));
     take(base, size, normed, padded_M, MatrixInputs<T>::padded(attention_width(model)));
-    take(base, size, mixed, padded_M, MatrixInputs<T>::padded(q));
+    take(base, size, mixed, padded_M, MatrixInputs<T>::padded(std::max(q, model.recurrent_outputs)));
     take(base, size, inner, padded_M, MatrixInputs<T>::padded(model.intermediate));
-    take(base, size, rounded, has_integers(model) ? padded_M : 0, rounded_bytes(std::max({attention_width(model), q, model.intermediate})));
+    take(base, size, rounded, has_integers(model) ? padded_M : 0, rounded_bytes(std::max({attention_width(model), q, model.intermediate, model.recurrent_outputs})));
     using Attention = SharedAttention<T>;
     const int64_t softmax = Softmax<T>::size(model.head_dim), block = Attention::kQueries * kBlock;
     take(base, size, attention.scores, threads, block);
@@ -118,6 +143,17 @@ struct Workspace {
     take(base, size, pair_inputs, padded_pairs, MatrixInputs<T>::padded(model.hidden));
     take(base, size, pair_inner, padded_pairs, MatrixInputs<T>::padded(model.expert_intermediate));
     take(base, size, pair_rounded, has_integers(model) ? padded_pairs : 0, rounded_bytes(std::max(model.hidden, model.expert_intermediate)));
+    if (model.window == 0 || size < 0) return;
+    const int64_t I = M > std::numeric_limits<int64_t>::max() - replayed ? -1 : M + replayed;
+    take(base, size, projected, M, model.recurrent_width);
+    take(base, size, read, M, model.recurrent_outputs);
+    take(base, size, convolved, I, model.recurrent_channels);
+    take(base, size, gates, I, 2 * model.recurrent_heads);
+    take(base, size, tiles, threads * kMostOpen, model.recurrent_keys * kTile);
+    take(base, size, items, padded_M + 1, 1);
+    take(base, size, visits, I, 1);
+    take(base, size, waiting, M, 1);
+    take(base, size, branches, 4, padded_M + 1);
   }
 
   AttentionSpace<T> attention_of(const Model& model, int64_t M, int64_t thread) const {
@@ -149,6 +185,23 @@ inline bool has_rows(const Model& model, const Pass& pass, int64_t s, int64_t ro
   return first + pass.prefix[s] + rows <= model.layer_rows;
 }
 
+// Checks the blocks of states of a pass; its sequences and parents are within bounds.
+inline Status check_states(const Model& model, const Pass& pass) {
+  if (model.window == 0) return Status::kDone;
+  if (pass.states_from == nullptr || pass.states_to == nullptr || pass.rows_from == nullptr || pass.replay_starts == nullptr || pass.settled == nullptr) return Status::kMissing;
+  for (int64_t s = 0; s < pass.num_sequences; ++s) {
+    const int64_t first = pass.replay_starts[s], count = pass.replay_starts[s + 1] - first, nodes = pass.starts[s + 1] - pass.starts[s];
+    if (pass.states_to[s] == nullptr || (count > 0 && pass.replayed == nullptr)) return Status::kMissing;
+    if (pass.node_starts[s + 1] - pass.node_starts[s] != nodes || count < 0 || uint64_t(pass.settled[s]) > uint64_t(nodes)) return Status::kSequences;
+    if ((count > 0 && pass.states_from[s] == nullptr) || !all_within(pass.replayed + first, count, pass.rows_from[s])) return Status::kCacheRows;
+    for (int64_t n = 0; n < nodes; ++n) {
+      const int64_t parent = pass.parents[pass.starts[s] + n];
+      if (n < pass.settled[s] ? parent != n - 1 : parent < pass.settled[s] - 1) return Status::kParents;
+    }
+  }
+  return Status::kDone;
+}
+
 // Checks that a pass stays within the model's tables, the cache and its own buffers.
 Status check(const Model& model, const Pass& pass) {
   if ((pass.tokens == nullptr && pass.inputs == nullptr) || pass.positions == nullptr || pass.parents == nullptr ||
@@ -172,6 +225,8 @@ Status check(const Model& model, const Pass& pass) {
       if (parent < -1 || parent >= t) return Status::kParents;  // ancestors come before
     }
   }
+  const Status states = check_states(model, pass);
+  if (states != Status::kDone) return states;
   const int64_t M = starts[S];
   if (pass.num_threads < 1 || pass.num_threads > std::numeric_limits<int>::max()) return Status::kThreads;
   if (pass.inputs == nullptr && !all_within(pass.tokens, M, model.vocab)) return Status::kTokens;

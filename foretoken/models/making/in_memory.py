@@ -80,7 +80,7 @@ def _check_layers(model: LoadedModel, quantization: Quantization) -> None:
     reason = foreign_call(module)
     for name, part in module.named_modules():
         is_known = type(part) is nn.Linear or isinstance(part, nn.Embedding) or type(part).__name__.endswith("Router")
-        is_known = is_known or is_plain_experts(part)
+        is_known = is_known or is_plain_experts(part) or type(part) is nn.Conv1d  # a convolution stays as it is
         if type(part).__module__.startswith("peft"):
             reason = f"'{name}' is an adapter"
         elif not is_known and any(each.dim() > 1 for each in part.parameters(recurse=False)):

@@ -1,0 +1,185 @@
+"""Recurrent layers of the native kernels: the same bits at every width, unchanged states, quantized weights."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import tiny_model
+from tree_decoding import SLOTS, decode, prefill, random_tokens, random_tree, tiny_runner
+
+from foretoken import LLM, SamplingParams
+from foretoken.core.errors import ModelError
+from foretoken.core.passes import Pass
+from foretoken.core.token_tree import TokenTree, TreeRow
+from foretoken.decoder.library import set_num_threads
+from foretoken.decoder.native_states import NativeState, StateMemory, _settled
+from foretoken.models.loading import wrap_model
+from foretoken.runner.runner import Runner
+
+ARCHITECTURES = ("qwen3_5", "lfm2", "bamba")
+
+
+def native(architecture: str, **options: Any) -> Runner:
+    return tiny_runner(architecture, runner="lean-native", **options)
+
+
+def single_steps(runner: Runner, slot: int, tokens: list[int]) -> list[torch.Tensor]:
+    """Logits of tokens that are decoded and committed one by one."""
+    logits = []
+    for at, token in enumerate(tokens):
+        tree = TokenTree.from_rows([TreeRow([token], [-1])])
+        logits.append(runner.verify([slot], [at], tree).logits[0])
+        runner.commit([slot], [at], [[]])
+    return logits
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_trees_have_the_bits_of_single_tokens(architecture: str, dtype: torch.dtype) -> None:
+    """Prompts in chunks, trees in batches, accepted tokens that are computed again: all as one token after another."""
+    runner, alone = (native(architecture, dtype=dtype, prefill_chunk=chunk) for chunk in (5, 64))
+    for each in decode(runner, rounds=3):
+        for row in range(len(SLOTS)):
+            parents, tokens = each.tree.rows()[row].parents, each.tree.tokens[row].tolist()
+            for node, logits in enumerate(each.logits(row)):
+                path = [node]
+                while parents[path[0]] >= 0:
+                    path.insert(0, parents[path[0]])
+                if node % 3 == 0:  # some are enough
+                    text = [*each.committed[row], *(tokens[at] for at in path)]
+                    assert torch.equal(logits, single_steps(alone, 1, text)[-1])
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_a_committed_state_has_the_bits_of_one_read_anew(architecture: str) -> None:
+    """The state behind some tokens, once those behind it are folded: of any acceptance, in any chunks."""
+    runner, fresh = native(architecture, prefill_chunk=7), native(architecture)
+    states, others = runner.cache.states, fresh.cache.states
+    assert states is not None
+    assert others is not None
+
+    def folded(of: Runner, slot: int, tokens: list[int]) -> torch.Tensor:
+        """The states of all layers behind the tokens, and the window, from a pass with one token more."""
+        work = of.verification([slot], [len(tokens)], TokenTree.from_rows([TreeRow([1, 2], [-1, 0])]))
+        of.run(work)
+        last = of.cache.states._last[slot]
+        block = last.states.blocks[0]
+        model = of.decoder._described.structure
+        return block.tensor[: model.state_size + model.window * model.row_size].clone()
+
+    def compare(slot: int, tokens: list[int]) -> None:
+        prefill(fresh, 1, tokens)
+        assert torch.equal(folded(runner, slot, tokens), folded(fresh, 1, tokens))
+
+    decode(runner, rounds=3, after_commit=compare)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_dead_memory_reaches_nothing(architecture: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """NaN in all memory that a block of states is made in, and in the workspace."""
+    expected = [each.output.logits for each in decode(native(architecture), rounds=4)]
+    own = StateMemory.take
+
+    def poisoned(memory: StateMemory, size: int) -> torch.Tensor:
+        return own(memory, size).fill_(torch.nan)
+
+    monkeypatch.setattr(StateMemory, "take", poisoned)
+    runner = native(architecture)
+    workspaces = runner.decoder.workspaces
+    workspaces.give_back(torch.full((1 << 22,), 255, dtype=torch.uint8))  # NaN in float32
+    for each, logits in zip(decode(runner, rounds=4), expected, strict=True):
+        assert torch.equal(each.output.logits, logits)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_a_pass_leaves_its_states_alone(architecture: str) -> None:
+    """A repeated pass, or one that is never committed, changes no bit of what later passes begin with."""
+    runner, rng = native(architecture), random.Random(3)
+    prompt = random_tokens(rng, 20)
+    prefill(runner, 0, prompt)
+    tree = TokenTree.from_rows([random_tree(rng, 9)])
+    first = runner.verify([0], [20], tree).logits
+    state = runner.cache.states._at(0, 20).state
+    kept = state.block.tensor.clone()
+    for other in (random_tree(rng, 6), random_tree(rng, 3)):
+        runner.verify([0], [20], TokenTree.from_rows([other]))
+    assert torch.equal(state.block.tensor.view(torch.int32), kept.view(torch.int32))
+    assert torch.equal(runner.verify([0], [20], tree).logits, first)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_threads_change_no_bit(threads: int) -> None:
+    expected = [each.output.logits for each in decode(native("qwen3_5"), rounds=2)]
+    set_num_threads(threads)
+    try:
+        found = [each.output.logits for each in decode(native("qwen3_5"), rounds=2)]
+    finally:
+        set_num_threads(2)
+    assert all(map(torch.equal, found, expected))
+
+
+def test_what_a_pass_settles() -> None:
+    """The first nodes of a chain whose states nobody needs; all others come after them."""
+    chain = [-1, 0, 1, 2, 3]
+    assert _settled(chain, 0, {3, 4}) == 4  # a prompt: another text may begin before its last token
+    assert _settled(chain, 7, {7 + node for node in range(5)}) == 1  # drafts: the root is always accepted
+    assert _settled([-1, 0, 0, 1], 0, {0, 1, 2, 3}) == 1
+    assert _settled([-1, -1], 0, {0, 1}) == 0
+    assert _settled([-1, 0, 1, 0], 0, {2, 3}) == 1  # node 3 begins behind node 0
+    assert _settled([-1], 0, {0}) == 1
+
+
+def test_accepted_tokens_alone_are_computed_again() -> None:
+    runner = native("qwen3_5")
+    prefill(runner, 0, list(range(10)))
+    states = runner.cache.states
+    assert states._at(0, 10).state.rows == [0]
+    assert states._at(0, 9).state.rows == []
+    runner.verify([0], [10], TokenTree.from_rows([TreeRow([5, 6, 7, 8], [-1, 0, 0, 2])]))
+    runner.commit([0], [10], [[2, 3]])
+    state = states._at(0, 13).state
+    assert isinstance(state, NativeState)
+    assert state.rows == [1, 2]  # the rows of nodes 2 and 3: the root is settled
+    runner.verify([0], [13], TokenTree.from_rows([TreeRow([5, 6], [-1, 0])]))
+    runner.commit([0], [13], [[]])
+    assert states._at(0, 14).state.rows == []
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_prompts_beside_trees(architecture: str) -> None:
+    """One pass with a tree, a prompt's chunk and a single token, in any order."""
+    runner, rng = native(architecture), random.Random(1)
+    texts = [random_tokens(rng, length) for length in (6, 11)]
+    for slot, text in enumerate(texts):
+        prefill(runner, slot, text)
+    tree = TokenTree.from_rows([TreeRow([3, 4, 5], [-1, 0, 0]), TreeRow([9], [-1])])
+    work = runner.verification([0, 1], [6, 11], tree)
+    chunk = Pass.of_chains([random_tokens(rng, 13)], slots=[2], prefix_lens=[0], has_last_logits=True)
+    mixed = runner.run(work.with_chains(chunk)).logits
+    apart = [*runner.run(work).logits, *runner.run(chunk).logits]
+    assert all(map(torch.equal, mixed, apart))
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_quantized_weights(architecture: str, bits: int) -> None:
+    """The projections of recurrent layers too: a text that plain decoding writes."""
+    texts = []
+    for config in (None, {"method": "ngram", "num_speculative_tokens": 4}):
+        llm = LLM(tiny_model(architecture), quantization=f"int{bits}", runner="lean-native", speculative_config=config)
+        outputs = llm.generate(
+            [{"prompt_token_ids": [5, 6, 7, 5, 6, 7]}], SamplingParams(max_tokens=24, temperature=0.0)
+        )
+        texts.append(outputs[0].outputs[0].token_ids)
+    assert texts[0] == texts[1]
+
+
+def test_layers_that_no_kernel_runs_are_named() -> None:
+    """Heads of keys whose size the kernels do not take."""
+    module = tiny_model("bamba", mamba_d_state=6)
+    with pytest.raises(ModelError, match=r"runner 'lean-native' cannot run 'tiny'.*heads of 6 for keys"):
+        Runner(wrap_model(module, name="tiny"), num_slots=1, runner="lean-native")
+    assert Runner(wrap_model(module, name="tiny"), num_slots=1).name == "generic"
