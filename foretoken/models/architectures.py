@@ -154,6 +154,7 @@ _DELTA_NET = {
     "ssm_out": "linear_attn.out_proj",
 }  # fmt: skip
 _SSM_KEYS = tuple(f"ssm.{key}" for key in ("conv_kernel", "state_size", "group_count", "time_step_rank", "inner_size"))
+_DELTA_NET_KEYS = (*_SSM_KEYS, "attention.recurrent_layers", "full_attention_interval", "rope.dimension_sections")
 ARCHITECTURES = {
     "llama": Architecture("LlamaForCausalLM", LeanArchitecture(), GgufArchitecture(
         "llama", switches=_BIASES, is_permuted=True, has_own_head_dim=True, is_lean=True), is_plain=True),
@@ -210,7 +211,7 @@ ARCHITECTURES = {
         norm_offset=1.0, mixer="linear_attn", gates_heads=True), GgufArchitecture(
         "qwen35", _DELTA_NET | {"post_attention_norm": "post_attention_layernorm"},
         own_weights={"ssm_a": "linear_attn.A_log", "ssm_dt.bias": "linear_attn.dt_bias"}, norm_offset=1.0,
-        keys=("full_attention_interval", "rope.dimension_sections", *_SSM_KEYS), has_own_head_dim=True)),
+        keys=_DELTA_NET_KEYS, has_own_head_dim=True)),
 }  # fmt: skip
 LEAN_ARCHITECTURES = {each.name: each.lean for each in ARCHITECTURES.values() if each.lean is not None}
 GGUF_ARCHITECTURES = {kind: each.gguf for kind, each in ARCHITECTURES.items() if each.gguf is not None}

@@ -160,7 +160,7 @@ def write(
     if tied:
         stands_for["lm_head.weight"] = stands_for["model.embed_tokens.weight"]
     stands_for = _joined_experts(stands_for, is_interleaved=config.model_type == "gpt_oss")
-    _join(made, joined or {})
+    join_tensors(made, joined or {})
     for name, (stored, type_) in made.items():
         writer.add_tensor(name, stored, raw_dtype=type_)
     for name, tensor in (tensors or {}).items():
@@ -184,7 +184,7 @@ def _finish(writer: gguf.GGUFWriter) -> None:
     writer.close()
 
 
-def _join(made: dict[str, tuple[np.ndarray, Type]], joined: dict[str, tuple[str, ...]]) -> None:
+def join_tensors(made: dict[str, tuple[np.ndarray, Type]], joined: dict[str, tuple[str, ...]]) -> None:
     """Replaces tensors by joined ones in place."""
     for whole, parts in joined.items():
         for name in [each for each in made if f".{parts[0]}." in each]:

@@ -13,7 +13,7 @@ import gguf
 import numpy as np
 import torch
 from gguf import GGMLQuantizationType as Type
-from models.gguf_files import Add, blocks, replace_value
+from models.gguf_files import Add, blocks, join_tensors, replace_value
 
 _ARCHITECTURES = {"qwen3_5_text": "qwen35", "lfm2": "lfm2"}
 
@@ -26,11 +26,12 @@ def write_hybrid(
     values: Mapping[str, Any] | None = None,
     adds: Iterable[Add] = (),
     leave_out: Iterable[str] = (),
+    joined: dict[str, tuple[str, ...]] | None = None,
 ) -> Any:
     """Writes a model, changes its weights to those of the file, and returns it.
 
     `values`: more of the header by its keys, without the architecture's name; None leaves a key out. `adds`: add more
-    to the header. `leave_out`: tensors that are not written.
+    to the header. `leave_out`: tensors that are not written. `joined`: see `write` of `gguf_files`.
     """
     config = model.config
     architecture = _ARCHITECTURES[config.model_type]
@@ -42,7 +43,7 @@ def write_hybrid(
         replace_value(writer, f"{architecture}.{key}", value)
     for add in adds:
         add(writer)
-    read = dict(model.state_dict())
+    read, made = dict(model.state_dict()), dict[str, tuple[np.ndarray, Type]]()
     for seed, (key, weight) in enumerate(model.state_dict().items()):
         if key == "lm_head.weight" and config.tie_word_embeddings:
             continue
@@ -59,10 +60,13 @@ def write_hybrid(
             back[places.flatten()] = torch.from_numpy(gguf.dequantize(stored, kind)).flatten().float()
             read[key] = back.view(weight.shape)
         if name not in leave_out:
-            writer.add_tensor(name, stored, raw_dtype=kind)
+            made[name] = stored, kind
     if config.tie_word_embeddings:
         read["lm_head.weight"] = read["model.embed_tokens.weight"]
     model.load_state_dict(read)
+    join_tensors(made, joined or {})
+    for name, (stored, kind) in made.items():
+        writer.add_tensor(name, stored, raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -92,6 +92,13 @@ def test_matrices_with_moved_rows_and_columns_stay_in_integers(path: Path, type_
 
 
 @pytest.mark.parametrize("name", ["lfm2", "qwen35"])
+@pytest.mark.parametrize("type_", [Type.F16, Type.Q8_0])
+def test_queries_keys_and_values_may_be_joined(path: Path, name: str, type_: Type) -> None:
+    """Queries of Qwen3.5 come with gates, and its recurrent layers have a tensor of the same name."""
+    same_logits(path, written(path, name, type_, joined={"attn_qkv": ("attn_q", "attn_k", "attn_v")}))
+
+
+@pytest.mark.parametrize("name", ["lfm2", "qwen35"])
 def test_text_with_drafts_is_the_files_models(path: Path, name: str) -> None:
     model, prompt = written(path, name, Type.Q8_0), [5, 6, 7, 8, 5, 6]
     config = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1}
@@ -99,6 +106,15 @@ def test_text_with_drafts_is_the_files_models(path: Path, name: str) -> None:
     params = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
     expected = model.generate(torch.tensor([prompt]), max_new_tokens=20, do_sample=False, eos_token_id=None)
     assert llm.generate([prompt], params)[0].outputs[0].token_ids == expected[0, len(prompt) :].tolist()
+
+
+def test_recurrent_layers_may_be_named_one_by_one(path: Path) -> None:
+    model = random_model(tiny_config("qwen3_5", **SMALL | {
+        "head_dim": 16, "num_hidden_layers": 4, "layer_types": ["full_attention", *_TYPES], "rope_parameters": _ROPE,
+    }))  # fmt: skip
+    write_hybrid(path, model, matrices=Type.Q8_0, values={"attention.recurrent_layers": [False, True, False, True]})
+    assert open_gguf(path).config.layer_types == model.config.layer_types
+    same_logits(path, model)
 
 
 def test_layers_for_further_tokens_are_left_out(path: Path) -> None:
@@ -109,7 +125,9 @@ def test_layers_for_further_tokens_are_left_out(path: Path) -> None:
         "num_hidden_layers": 4, "layer_types": [*_TYPES, "full_attention"],
     }))  # fmt: skip
     longer.load_state_dict(model.state_dict(), strict=False)
-    values = {"nextn_predict_layers": 1, "block_count": 4}
+    values = {
+        "nextn_predict_layers": 1, "block_count": 4, "attention.recurrent_layers": [True, False, True, False],
+    }  # fmt: skip
     write_hybrid(path, longer, matrices=Type.Q8_0, values=values)
     assert open_gguf(path).config.layer_types == config.layer_types
     same_logits(path, model)
@@ -136,6 +154,9 @@ def test_what_a_file_leaves_out_is_as_llama_cpp_takes_it(path: Path) -> None:
         ("qwen35", {"rope.dimension_sections": None}, "lacks qwen35.rope.dimension_sections."),
         ("qwen35", {"rope.dimension_sections": [3, 1, 0, 0]}, "Expected sections of three axes for all pairs"),
         ("qwen35", {"rope.dimension_sections": [0, 0, 0, 4]}, "Expected sections of three axes for all pairs"),
+        ("qwen35", {"attention.recurrent_layers": [True, False]}, "recurrent_layers. Expected 3 booleans"),
+        ("qwen35", {"attention.recurrent_layers": [1, 0, 1]}, "recurrent_layers. Expected 3 booleans"),
+        ("qwen35", {"attention.recurrent_layers": [True] * 3}, "blk.1.attn_v.weight is not used"),
         ("qwen35", {"ssm.group_count": 3}, "has 3 heads of keys, 4 of values and 64 numbers in these"),
         ("qwen35", {"full_attention_interval": 3}, "blk.1.attn_v.weight is not used"),
         *(("qwen35", {f"ssm.{key}": None}, f"lacks qwen35.ssm.{key}.") for key in (

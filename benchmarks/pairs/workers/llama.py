@@ -33,6 +33,9 @@ class Text:
         self.model = api.llama_model_load_from_file(path.encode(), api.llama_model_default_params())
         wanted = api.llama_context_default_params()
         wanted.n_ctx, wanted.n_batch, wanted.n_ubatch, wanted.n_threads, wanted.n_threads_batch = 4096, 512, 512, 2, 2
+        if _given.get("is_exact"):
+            wanted.type_k = wanted.type_v = api.GGML_TYPE_F32
+            wanted.flash_attn_type = api.LLAMA_FLASH_ATTN_TYPE_DISABLED
         self.context = api.llama_init_from_model(self.model, wanted)
         self.vocab_size = api.llama_vocab_n_tokens(api.llama_model_get_vocab(self.model))
         self.ids: list[int] = []
@@ -144,4 +147,17 @@ def time_passes(rows: int, tokens: int, count: int) -> dict[str, float]:
     return {"seconds": statistics.median(taken)}
 
 
-serve(lambda **request: time_passes(**request) if "rows" in request else answer(**request))
+def write_logits(ids: list[int], file: str) -> dict[str, Any]:
+    """Writes the logits at all positions of a text, (N, V) float32 in numpy's format."""
+    _target.crop(0)
+    _target.feed(ids, logits=len(ids))
+    np.save(file, np.stack([_target.logits(i) for i in range(len(ids))]))
+    return {}
+
+
+def _answer(**request: Any) -> dict[str, Any]:
+    kinds = {"rows": time_passes, "file": write_logits}
+    return next((made for key, made in kinds.items() if key in request), answer)(**request)
+
+
+serve(_answer)

@@ -19,7 +19,14 @@ from foretoken.core.checks import shown
 from foretoken.core.errors import ModelError, foreign_errors_as, listed, one_line
 from foretoken.models.architectures import GGUF_ARCHITECTURES, GgufArchitecture
 from foretoken.models.config import check_sizes, is_size
-from foretoken.models.stored.gguf_hybrids import head_columns, head_rows, kv_heads, recurrent_fields, sections
+from foretoken.models.stored.gguf_hybrids import (
+    head_columns,
+    head_rows,
+    joined_rows,
+    kv_heads,
+    recurrent_fields,
+    sections,
+)
 from foretoken.models.stored.gguf_tokenizer import read_vocabulary
 
 if TYPE_CHECKING:
@@ -191,11 +198,10 @@ def read_settings(file: GgufFile) -> Settings:
     head_dim = values.size("attention.key_length", plain_dim)
     if values.size("attention.value_length", head_dim) != head_dim:
         raise values.refusal("has values of another length than keys", "one length")
-    num_kv_heads, has_attention = kv_heads(values, layers, heads)
-    if "attn_qkv" not in architecture.parts:
-        file = _with_split_tensors(file, [heads * head_dim, num_kv_heads * head_dim, num_kv_heads * head_dim])
-    fields |= recurrent_fields(values, layers, has_attention) | {
-        "num_key_value_heads": num_kv_heads,
+    fields["num_key_value_heads"], has_attention = kv_heads(values, layers, heads)
+    fields |= recurrent_fields(values, layers, has_attention)
+    file = _with_split_tensors(file, joined_rows(fields, architecture, head_dim))
+    fields |= {
         "rope_parameters": _rope(values, file, head_dim),
         "bos_token_id": vocabulary.ids.get("bos"),
         "eos_token_id": ends if len(ends) > 1 else ends[0] if ends else None,
@@ -251,15 +257,15 @@ def _without_next_token_layers(values: Values, file: GgufFile, fields: dict[str,
     })  # fmt: skip
 
 
-def _with_split_tensors(file: GgufFile, sizes: list[int]) -> GgufFile:
-    """Returns a file without joined tensors: of queries, keys and values, which have `sizes` rows, and of experts."""
+def _with_split_tensors(file: GgufFile, sizes: dict[str, list[int]]) -> GgufFile:
+    """Returns a file without joined tensors: of queries, keys and values, see `joined_rows`, and of experts."""
     tensors: dict[str, StoredTensor] = {}
     for name, stored in file.tensors.items():
         rows = stored.shape[-2 if stored.is_matrix else -1]
         stem, _, kind = name.rpartition(".")
         block, _, part = stem.rpartition(".")
-        if part == "attn_qkv" and rows == sum(sizes):
-            apart = dict(zip(("attn_q", "attn_k", "attn_v"), stored.split_rows(sizes), strict=True))
+        if part == "attn_qkv" and rows == sum(sizes.get(block, ())):
+            apart = dict(zip(("attn_q", "attn_k", "attn_v"), stored.split_rows(sizes[block]), strict=True))
         elif part == "ffn_gate_up_exps" and kind == "weight" and rows % 2 == 0:
             apart = dict(zip(("ffn_gate_exps", "ffn_up_exps"), stored.split_rows([rows // 2] * 2), strict=True))
         else:

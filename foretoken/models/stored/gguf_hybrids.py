@@ -16,9 +16,11 @@ from foretoken.models.config import is_size
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from foretoken.models.architectures import GgufArchitecture
     from foretoken.models.stored.gguf_config import Settings, Values
 
 _KV_HEADS = "attention.head_count_kv"
+_RECURRENT = "attention.recurrent_layers"
 _ROWS_OF_VALUES = ("attn_qkv", "attn_gate", "ssm_conv1d")
 _ROWS_OF_HEADS = ("ssm_beta", "ssm_alpha", "ssm_dt", "ssm_a")
 _TOLD_BY_KV_HEADS = ("lfm2",)  # layers are recurrent if they have no heads of keys
@@ -51,19 +53,29 @@ def recurrent_fields(values: Values, layers: int, has_attention: list[bool]) -> 
 
 
 def _delta_net(values: Values, layers: int) -> dict[str, Any]:
-    interval = values.size("full_attention_interval", 4)
     keys, heads = values.size("ssm.group_count"), values.size("ssm.time_step_rank")
     inner = values.size("ssm.inner_size")
     if heads % keys or inner % heads:
         raise values.refusal(
             f"has {keys} heads of keys, {heads} of values and {inner} numbers in these", "multiples of one another"
         )
-    kinds = ["linear_attention" if (layer + 1) % interval else "full_attention" for layer in range(layers)]
+    kinds = ["linear_attention" if each else "full_attention" for each in _recurrent_layers(values, layers)]
     return {
         "layer_types": kinds, "linear_conv_kernel_dim": values.size("ssm.conv_kernel"),
         "linear_key_head_dim": values.size("ssm.state_size"), "linear_num_key_heads": keys,
         "linear_num_value_heads": heads, "linear_value_head_dim": inner // heads,
     }  # fmt: skip
+
+
+def _recurrent_layers(values: Values, layers: int) -> list[bool]:
+    """Returns whether each layer is recurrent; further entries are of layers for further tokens."""
+    found, count = values.own.get(_RECURRENT), values.size("block_count")
+    if found is None:
+        interval = values.size("full_attention_interval", 4)
+        return [(layer + 1) % interval != 0 for layer in range(layers)]
+    if not isinstance(found, list) or len(found) != count or not all(isinstance(each, bool) for each in found):
+        raise values.refusal(f"has {shown(found)} as {values.name}.{_RECURRENT}", f"{count} booleans")
+    return found[:layers]
 
 
 def sections(values: Values, rotated: int) -> dict[str, Any]:
@@ -82,6 +94,19 @@ def sections(values: Values, rotated: int) -> dict[str, Any]:
             f"has {shown(found)} as {values.name}.rope.dimension_sections", "sections of three axes for all pairs"
         )
     return {"mrope_section": counts[:3], "mrope_interleaved": True}
+
+
+def joined_rows(fields: dict[str, Any], architecture: GgufArchitecture, head_dim: int) -> dict[str, list[int]]:
+    """Returns the rows of queries, keys and values, by blocks whose file may join them to one tensor.
+
+    Queries of some architectures come with gates of their own.
+    """
+    if "self_attn.qkv_proj" in architecture.parts.values():  # transformers joins them too
+        return {}
+    keys = fields["num_key_value_heads"] * head_dim
+    queries = fields["num_attention_heads"] * head_dim * (2 if architecture.name == "qwen35" else 1)
+    kinds = fields.get("layer_types", ["full_attention"] * fields["num_hidden_layers"])
+    return {f"blk.{layer}": [queries, keys, keys] for layer, kind in enumerate(kinds) if kind == "full_attention"}
 
 
 def head_rows(settings: Settings, part: str) -> Tensor | None:
