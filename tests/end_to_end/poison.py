@@ -1,15 +1,21 @@
 """NaN in all rows that were never committed, after every commit: whatever reads one of them changes what is written.
 
 That holds for the target's cache, for that of a head's block, and for a draft model's own, whose drafted rows stay
-alive until the next proposal decides which of them were accepted.
+alive until the next proposal decides which of them were accepted. Of recurrent layers it holds for states behind dead
+tokens, and for the stored inputs of rejected tokens.
 """
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
+
+import torch
 
 from foretoken import LLM
 from foretoken.core.token_tree import TokenTree
+from foretoken.decoder.native_states import NativeState, StateBlock
+from foretoken.decoder.recurrent_states import LayerState, RecurrentStates, _At, _LastPass
 from foretoken.drafters.base import DraftContext, Prefix
 from foretoken.drafters.draft_model import DraftModelDrafter
 from foretoken.drafters.head_drafter import HeadDrafter
@@ -26,11 +32,15 @@ def poison_target(engine: LLM, *, start: int = 0) -> None:
         start: Moves the first row.
     """
     loop, scheduler = engine._engine, engine._engine._scheduler
-    step, begin = loop.step, scheduler._begin
+    step, begin, states = loop.step, scheduler._begin, engine.target.cache.states
 
     def poison(committed: dict[int, int]) -> None:
         for slot, length in committed.items():
             engine.target.cache.poison(slot, max(0, length + start))
+            if states is not None:
+                poison_states(states, slot, max(0, length + start))
+        if states is not None and engine.target.name == "lean-native":
+            poison_inputs(states, engine.target.decoder)
 
     def poisoned_step() -> Any:
         changed = step()
@@ -43,6 +53,74 @@ def poison_target(engine: LLM, *, start: int = 0) -> None:
         poison({slot_of(sequence): sequence.num_cached})
 
     loop.step, scheduler._begin = poisoned_step, poisoned_begin
+
+
+def poison_states(states: RecurrentStates, slot: int, start: int) -> None:
+    """NaN in the place of a slot's states behind more than `start` tokens."""
+
+    def dead(at: _At) -> _At:
+        return at if at.length <= start else at._replace(state=_nan(at.state))
+
+    snapshot, last = states._snapshots[slot], states._last[slot]
+    states._committed[slot] = dead(states._committed[slot])
+    states._snapshots[slot] = None if snapshot is None else dead(snapshot)
+    if last is not None and last.length + len(last.parents) > start and not isinstance(last.states, _PartlyDead):
+        states._last[slot] = last._replace(states=_PartlyDead(last, start))
+
+
+def poison_inputs(states: RecurrentStates, decoder: Any) -> None:
+    """NaN in the rows of blocks of the native kernels that no state needs, and in blocks that nobody uses."""
+    model = decoder._described.structure
+    alive: dict[int, tuple[StateBlock, set[int]]] = {}
+    for slot, last in enumerate(states._last):
+        known = [states._committed[slot], states._snapshots[slot]]
+        kept = [at.state for at in known if at is not None]
+        if last is not None:
+            nodes = range(last.first, last.first + len(last.parents))
+            kept += [last.states.after(node) for node in nodes if last.states.is_kept(node)]
+        for state in kept:
+            if isinstance(state, NativeState) and isinstance(state.block, StateBlock):
+                alive.setdefault(id(state.block), (state.block, set()))[1].update(state.rows)
+    layers = [model.layers[index].recurrent for index in range(model.num_layers)]
+    for block, rows in alive.values():
+        dead = torch.tensor([row not in rows for row in range(block.num_rows)], dtype=torch.bool)
+        for layer in (each for each in layers if each.kind):
+            at = model.state_size + layer.rows_before * (model.window + block.num_rows) + model.window * layer.row_size
+            stored = block.tensor[at : at + block.num_rows * layer.row_size].view(block.num_rows, layer.row_size)
+            stored[dead] = torch.nan
+    for memory in decoder._state_memory._idle:
+        memory.fill_(torch.nan)
+
+
+class _PartlyDead:
+    """The states of a slot's last pass; those behind more than `start` tokens are NaN."""
+
+    def __init__(self, last: _LastPass, start: int) -> None:
+        self._last, self._start, self.starts = last, start, last.states.starts
+
+    def is_kept(self, node: int) -> bool:
+        return self._last.states.is_kept(node)
+
+    def after(self, node: int) -> Any:
+        state, length, at = self._last.states.after(node), self._last.length, node - self._last.first
+        while at >= 0:
+            at, length = self._last.parents[at], length + 1
+        return state if length <= self._start else _nan(state)
+
+
+def _nan(state: Any) -> Any:
+    if isinstance(state, NativeState):
+        block: Any = SimpleNamespace(
+            tensor=torch.full_like(state.block.tensor, torch.nan), num_rows=state.block.num_rows
+        )
+        return state._replace(block=block)
+    if state is None:
+        return None
+    return {layer: LayerState(*map(_filled, each)) for layer, each in state.items()}
+
+
+def _filled(part: Any) -> Any:
+    return None if part is None else torch.full_like(part, torch.nan)
 
 
 def poison_draft_model(drafter: DraftModelDrafter | TextDraftDrafter) -> None:
