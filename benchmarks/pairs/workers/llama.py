@@ -56,11 +56,14 @@ class Text:
     def crop(self, length: int) -> None:
         """Forgets what follows the first `length` tokens."""
         if length < len(self.ids):
-            if hasattr(api, "llama_memory_seq_rm"):
-                api.llama_memory_seq_rm(api.llama_get_memory(self.context), 0, length, -1)
-            else:
+            kept = self.ids[:length]
+            if not hasattr(api, "llama_memory_seq_rm"):
                 _remove(self.context, 0, length, -1)
-            del self.ids[length:]
+            elif not api.llama_memory_seq_rm(api.llama_get_memory(self.context), 0, length, -1):
+                api.llama_memory_clear(api.llama_get_memory(self.context), True)  # recurrent states go as a whole
+                self.ids = []
+                self.feed(kept)
+            self.ids = kept
 
     def logits(self, index: int) -> Any:
         """(V,) float32 of the last pass."""
@@ -134,16 +137,23 @@ def answer(
     return {"ids": ids, "seconds": time.perf_counter() - begin, "steps": steps}
 
 
-def time_passes(rows: int, tokens: int, count: int) -> dict[str, float]:
-    """Median seconds of passes behind some rows of the cache; logits of all tokens up to 64, else of the last one."""
-    _target.follow([(37 * i + 5) % 5000 for i in range(rows)])
+def time_passes(rows: int, tokens: int, count: int, *, grows: bool = False) -> dict[str, float]:
+    """Median seconds of passes behind some rows of the cache; logits of all tokens up to 64, else of the last one.
+
+    `grows`: whether each pass goes on where the last one ended, for recurrent states, which cannot be set back.
+    """
+    text = [(37 * i + 5) % 5000 % _target.vocab_size for i in range(max(rows, tokens))]
+    _target.follow(text[:rows]) if rows else _target.crop(0)
     taken = []
     for _ in range(count):
         begin = time.perf_counter()
-        _target.feed([(37 * i + 5) % 5000 for i in range(tokens)], logits=tokens if tokens <= 64 else 1)
+        _target.feed(text[:tokens], logits=tokens if tokens <= 64 else 1)
         _target.logits(-1)
         taken.append(time.perf_counter() - begin)
-        _target.crop(rows)
+        if not grows:
+            _target.crop(rows)
+    if grows:
+        _target.crop(0)
     return {"seconds": statistics.median(taken)}
 
 
