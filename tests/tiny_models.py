@@ -67,6 +67,15 @@ _CONFIGS: dict[str, tuple[type, dict[str, Any]]] = {
         hf.Qwen3MoeConfig,
         {"head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24},
     ),
+    "qwen2_moe": (
+        hf.Qwen2MoeConfig,
+        {
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 24,
+            "shared_expert_intermediate_size": 40,
+        },
+    ),
     "starcoder2": (hf.Starcoder2Config, {"sliding_window": WINDOW}),
     "olmo2": (hf.Olmo2Config, {}),
     "cohere": (hf.CohereConfig, {"logit_scale": 0.5, "tie_word_embeddings": True}),
@@ -119,7 +128,7 @@ _EXPERTS = {
     "num_experts": 4,
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 24,
-    "shared_expert_intermediate_size": 24,
+    "shared_expert_intermediate_size": 40,
 }
 _MAMBA2 = {
     "mamba_n_heads": 8,
@@ -217,6 +226,7 @@ LEAN_ARCHITECTURES = (
     "starcoder2",
     "mixtral",
     "qwen3_moe",
+    "qwen2_moe",
 )  # those that the lean decoders know
 
 

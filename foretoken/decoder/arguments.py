@@ -36,7 +36,7 @@ class ExpertsArguments(Structure):
     """A mixture of experts; a count of 0 for a dense layer."""
 
     _fields_ = (
-        *((name, MatrixStruct) for name in ("router", "gate_up", "down")),
+        *((name, MatrixStruct) for name in ("router", "gate_up", "down", "shared_gate")),
         *((name, c_int64) for name in ("count", "top_k", "intermediate", "is_normalised")),
     )
 
@@ -82,7 +82,7 @@ class Model(Structure):
         *((name, c_int64) for name in (
             "is_bfloat16", "num_layers", "hidden", "heads", "kv_heads", "head_dim", "vocab",
             "num_positions", "capacity", "num_slots", "slot_rows", "head_rows", "layer_rows", "rows_are_rounded",
-            "intermediate", "has_post_norms", "num_experts", "top_k", "expert_intermediate",
+            "intermediate", "num_experts", "top_k", "expert_intermediate",
             "window", "state_size", "row_size", "recurrent_width", "recurrent_channels", "recurrent_heads",
             "recurrent_outputs", "recurrent_keys",
         )),

@@ -174,13 +174,15 @@ class FeedForward(_Part):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Experts(_Part):
-    """Gated feed-forward layers; each token takes the `top_k` most probable by softmax(router(x)).
+    """Gated feed-forward layers; each token takes the `top_k` most probable by softmax(router(x)), and the shared one.
 
     Attributes:
         router: (X, E).
         gate_up: (X, 2 I, E), gate first; in 4 or 8 bits, the 2 X matrices (I, E) one below another, see `stacked`.
         down: (X, E, I); in 4 or 8 bits as `gate_up`.
         is_normalized: Whether the weights of a token's experts are scaled to sum to 1.
+        shared: A layer that every token takes, added to the others; or None.
+        shared_gate: (1, E): the outputs of `shared` are multiplied with sigmoid(shared_gate(x)). None for 1.
     """
 
     router: Matrix
@@ -188,8 +190,11 @@ class Experts(_Part):
     down: Tensor | QuantizedMatrix
     top_k: int
     is_normalized: bool
+    shared: FeedForward | None = None
+    shared_gate: Matrix | None = None
 
     def __post_init__(self) -> None:
+        require(self.shared is not None or self.shared_gate is None, "a gate of no shared expert")
         require(1 <= self.top_k <= self.count, f"a token takes {self.top_k} of {self.count} experts")
 
     @property

@@ -96,7 +96,6 @@ class NativeModel(Described):
             num_positions=self._num_positions,
             **self._cache_rows(),
             intermediate=max(layer.up.rows for layer in self._layers),
-            has_post_norms=any(block.attention_post_norm or block.mlp_post_norm for block in layers.attention),
             num_experts=max(each.count for each in experts),
             top_k=max(each.top_k for each in experts),
             expert_intermediate=max(each.intermediate for each in experts),
@@ -155,7 +154,7 @@ class NativeModel(Described):
             softcap=spec.softcap or 0.0,
         )
         _share_inputs(index, layer.query, layer.key, layer.value)
-        _share_inputs(index, layer.gate, layer.up)
+        _share_inputs(index, layer.gate, layer.up, layer.experts.shared_gate)
         return layer
 
     def _recurrent_layer(self, index: int, block: RecurrentBlock) -> Layer:
@@ -174,7 +173,7 @@ class NativeModel(Described):
             recurrent=recurrent,
         )
         _share_inputs(index, *layer.recurrent.inputs)
-        _share_inputs(index, layer.gate, layer.up)
+        _share_inputs(index, layer.gate, layer.up, layer.experts.shared_gate)
         return layer
 
     def _short_convolution(self, mixer: described.ShortConvolution) -> RecurrentArguments:
@@ -241,7 +240,7 @@ class NativeModel(Described):
             "down": self._matrix("down_proj", layers.down, hidden, inner),
         }
 
-    def _experts(self, experts: Experts) -> dict[str, ExpertsArguments]:
+    def _experts(self, experts: Experts) -> dict[str, Any]:
         count, inner, router = experts.count, experts.intermediate, experts.router
         if isinstance(router.weight, QuantizedMatrix):
             raise UnsuitableError(f"a router has no kernels for weights in {router.weight.bits} bits.")
@@ -254,7 +253,9 @@ class NativeModel(Described):
             intermediate=inner,
             is_normalised=experts.is_normalized,
         )
-        return {"experts": fields}
+        if experts.shared_gate is not None:
+            fields.shared_gate = self._matrix("shared_expert_gate", experts.shared_gate, 1, self._hidden)
+        return {"experts": fields, **({} if experts.shared is None else self._feed_forward(experts.shared))}
 
     def _experts_matrix(
         self, name: str, weight: Tensor | QuantizedMatrix, sizes: tuple[int, int, int, int]

@@ -379,7 +379,7 @@ class _Layer:
         self.query_key_value = fuse(block.query, block.key, block.value, moves_weights=moves_weights)
         self.output = fuse(block.output)
         self.mlp = (
-            TorchExperts(block.mlp, block)
+            TorchExperts(block.mlp, block, moves_weights=moves_weights)
             if isinstance(block.mlp, Experts)
             else _TorchFeedForward(block.mlp, block, moves_weights=moves_weights)
         )
@@ -392,13 +392,13 @@ class _Layer:
 class _TorchFeedForward:
     def __init__(self, layers: FeedForward, block: Block, *, moves_weights: bool) -> None:
         self._activation, self._is_gated = block.spec.activation, layers.gate is not None
-        self._has_norm = block.mlp_post_norm is not None
+        self._can_sum = block.mlp_post_norm is None and layers is block.mlp
         gates = () if layers.gate is None else (layers.gate,)
         self._up, self._down = fuse(*gates, layers.up, moves_weights=moves_weights), fuse(layers.down)
 
     def __call__(self, x: Tensor, ops: TorchOps) -> Tensor:
         up = ops.activate(self._up(x), self._activation, is_gated=self._is_gated)
-        return _projected(self._down, up, in_parts=ops.sums_parts and not self._has_norm)
+        return _projected(self._down, up, in_parts=ops.sums_parts and self._can_sum)
 
 
 def _projected(layer: FusedLinear, x: Tensor, *, in_parts: bool) -> Tensor:
@@ -410,9 +410,11 @@ def _projected(layer: FusedLinear, x: Tensor, *, in_parts: bool) -> Tensor:
 class TorchExperts:
     """A mixture of experts: computes all tokens of an expert together. Reads the routing on the host."""
 
-    def __init__(self, experts: Experts, block: Block) -> None:
+    def __init__(self, experts: Experts, block: Block, *, moves_weights: bool) -> None:
         self._experts, self._activation = experts, block.spec.activation
         self._gate_up, self._down = experts.dense()
+        shared = experts.shared
+        self._shared = None if shared is None else _TorchFeedForward(shared, block, moves_weights=moves_weights)
 
     def __call__(self, x: Tensor, ops: TorchOps) -> Tensor:
         """Turns (M, E) into (M, E)."""
@@ -428,7 +430,14 @@ class TorchExperts:
             out = functional.linear(ops.activate(up, self._activation, is_gated=True), self._down[expert])
             return out.to(wide)
 
-        return mixed(x, chosen, weights, output_of, wide).to(x.dtype)
+        out = mixed(x, chosen, weights, output_of, wide)
+        return (out if self._shared is None else out + self._shared_part(self._shared(x, ops), x, wide)).to(x.dtype)
+
+    def _shared_part(self, out: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
+        gate = self._experts.shared_gate
+        if gate is None:
+            return out.to(dtype)
+        return out.to(dtype) * functional.linear(x, gate.dense(), gate.bias).to(dtype).sigmoid()
 
 
 class StockDecoder:

@@ -142,6 +142,7 @@ _GEMMA = LeanArchitecture(
     norms=_NORMS | _OLMO_NORMS | {"mlp_norm": "pre_feedforward_layernorm"}, norm_offset=1.0,
     activation="hidden_activation", window="layer",
 )  # fmt: skip
+_GATED_DELTA = LeanArchitecture(norm_offset=1.0, mixer="linear_attn", gates_heads=True)
 _LFM2 = {
     "attn_output": "self_attn.out_proj", "attn_q_norm": "self_attn.q_layernorm",
     "attn_k_norm": "self_attn.k_layernorm", "attn_norm": "operator_norm", "ffn_norm": "ffn_norm",
@@ -201,14 +202,15 @@ ARCHITECTURES = {
     "gpt_oss": Architecture("GptOssForCausalLM", gguf=GgufArchitecture("gpt-oss", _EXPERTS | {
         "post_attention_norm": "post_attention_layernorm", "ffn_gate_inp": "mlp.router"}, _BIAS,
         own_weights={"attn_sinks.weight": "self_attn.sinks"}, window=2, has_own_head_dim=True)),
+    "qwen2_moe": Architecture("Qwen2MoeForCausalLM", _LAYER_WINDOW),
+    "qwen3_5_moe_text": Architecture("Qwen3_5MoeForCausalLM", _GATED_DELTA),
     "lfm2": Architecture("Lfm2ForCausalLM", LeanArchitecture(
         norms={"attention_norm": "operator_norm", "mlp_norm": "ffn_norm"}, mixer="conv", names={
             "norm": "embedding_norm", "o_proj": "out_proj", "q_norm": "q_layernorm", "k_norm": "k_layernorm",
             "mlp": "feed_forward", "gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}), GgufArchitecture(
         "lfm2", _LFM2, outer={"token_embd_norm": "model.embedding_norm"},
         epsilon=("attention.layer_norm_rms_epsilon", "norm_eps"), keys=("shortconv.l_cache",))),
-    "qwen3_5_text": Architecture("Qwen3_5ForCausalLM", LeanArchitecture(
-        norm_offset=1.0, mixer="linear_attn", gates_heads=True), GgufArchitecture(
+    "qwen3_5_text": Architecture("Qwen3_5ForCausalLM", _GATED_DELTA, GgufArchitecture(
         "qwen35", _DELTA_NET | {"post_attention_norm": "post_attention_layernorm"},
         own_weights={"ssm_a": "linear_attn.A_log", "ssm_dt.bias": "linear_attn.dt_bias"}, norm_offset=1.0,
         keys=_DELTA_NET_KEYS, has_own_head_dim=True)),

@@ -89,6 +89,8 @@ def check_sizes(config: Any, name: str) -> None:
     """Raises `ModelError` for the first field of a text configuration that is not a plausible positive integer."""
     for field in SIZES:
         value = getattr(config, field, None)
+        if field == "sliding_window" and getattr(config, "use_sliding_window", True) is False:
+            continue  # transformers may set it to 0
         for one in value if isinstance(value, list | tuple) and value else [value]:  # some models have one a layer
             if one is not None and not is_size(one):
                 raise ModelError(

@@ -271,14 +271,20 @@ def _rotary(attention: Any, config: Any, index: int, tables: Callable[..., Rotar
 def _mlp(module: Any, architecture: LeanArchitecture) -> FeedForward | Experts:
     if hasattr(module, "experts"):
         experts, router = module.experts, module.gate
-        is_quantized = isinstance(experts, QuantizedExperts)
+        is_quantized, has_shared = isinstance(experts, QuantizedExperts), hasattr(module, "shared_expert")
         return Experts(
             router=Matrix(weight=router.weight),
             gate_up=experts.gate_up if is_quantized else experts.gate_up_proj,
             down=experts.down if is_quantized else experts.down_proj,
             top_k=router.top_k,
             is_normalized=getattr(router, "norm_topk_prob", True),  # Mixtral always does
+            shared=_feed_forward(module.shared_expert, architecture) if has_shared else None,
+            shared_gate=Matrix.of(module.shared_expert_gate) if has_shared else None,
         )
+    return _feed_forward(module, architecture)
+
+
+def _feed_forward(module: Any, architecture: LeanArchitecture) -> FeedForward:
     if hasattr(module, "c_fc"):
         return FeedForward(gate=None, up=Matrix.of(module.c_fc), down=Matrix.of(module.c_proj))
     down = _part(module, "down_proj", architecture)

@@ -51,8 +51,8 @@ class Slow:
         kinds = {"silu": silu, "gelu": gelu, "gelu_tanh": lambda y: gelu(y, approximate="tanh")}
         return kinds[each.spec.activation](x)
 
-    def feed_forward(self, each: Block, x: Tensor) -> Tensor:
-        mlp: Any = each.mlp
+    def feed_forward(self, each: Block, x: Tensor, mlp: Any = None) -> Tensor:
+        mlp = mlp or each.mlp
         up = self.linear(mlp.up, x)
         if mlp.gate is None:
             return self.linear(mlp.down, self.activated(each, up))
@@ -67,6 +67,9 @@ class Slow:
         for e in chosen:
             gate, up = (mlp.gate_up[e] @ x).chunk(2)
             parts.append(mlp.down[e] @ (self.activated(each, gate) * up) * probs[e] / total)
+        if mlp.shared is not None:
+            gate = torch.ones(1) if mlp.shared_gate is None else self.linear(mlp.shared_gate, x).sigmoid()
+            parts.append(self.feed_forward(each, x, mlp.shared) * gate)
         return torch.stack(parts).sum(0)
 
     def attention(self, each: Block, x: Tensor) -> Tensor:

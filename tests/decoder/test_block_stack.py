@@ -80,16 +80,18 @@ def side_of(layers: Blocks, inputs: Tensor) -> Tensor | None:
     return inputs.flip(1).cos() if layers.has_side else None
 
 
-def experts(count: int, top_k: int, *, is_normalized: bool) -> Experts:
+def experts(count: int, top_k: int, *, is_normalized: bool, **shared: Any) -> Experts:
     return Experts(
         router=matrix(count, E, 50),
         gate_up=numbers(count, 2 * INNER, E, seed=51),
         down=numbers(count, E, INNER, seed=52),
         top_k=top_k,
         is_normalized=is_normalized,
+        **shared,
     )
 
 
+GATED_MLP = FeedForward(gate=matrix(INNER, E, 70), up=matrix(INNER, E, 71), down=matrix(E, INNER, 72))
 PLAIN_MLP = FeedForward(gate=None, up=matrix(INNER, E, 60, has_bias=True), down=matrix(E, INNER, 61, has_bias=True))
 OPTIONS: dict[str, Callable[[], Block]] = {
     "as llama": block,
@@ -119,6 +121,14 @@ OPTIONS: dict[str, Callable[[], Block]] = {
     "experts": lambda: block(mlp=experts(5, 2, is_normalized=True)),
     "experts as the router says": lambda: block(
         mlp=experts(4, 3, is_normalized=False), mlp_post_norm=norm(E, 34), spec={"activation": "gelu"}
+    ),
+    "a shared expert": lambda: block(mlp=experts(5, 2, is_normalized=True, shared=PLAIN_MLP)),
+    "a shared expert with a gate": lambda: block(
+        mlp=experts(5, 2, is_normalized=True, shared=GATED_MLP, shared_gate=matrix(1, E, 73, has_bias=True))
+    ),
+    "a shared expert with a norm": lambda: block(
+        mlp=experts(5, 2, is_normalized=True, shared=GATED_MLP, shared_gate=matrix(1, E, 73)),
+        mlp_post_norm=norm(E, 34),
     ),
 }
 

@@ -44,6 +44,7 @@ pytestmark = pytest.mark.native
 NEW = [name for name in LEAN_ARCHITECTURES if name in VARIANTS and name not in LLAMA_LIKE]
 DTYPES = [torch.float32, torch.bfloat16]
 DECODERS = (*LEAN, "generic")
+MIXTURES = ("mixtral", "qwen3_moe", "qwen2_moe")
 
 
 @pytest.mark.parametrize("kind", LEAN)
@@ -57,7 +58,7 @@ def test_logits_equal_the_generic_runners(variant: str, kind: str) -> None:
     [
         *slow_products(LLAMA_LIKE, [torch.bfloat16, torch.float32], LEAN),
         # Not of experts: one token that goes to another one outweighs all roundings.
-        *slow_products([name for name in NEW if name not in ("mixtral", "qwen3_moe")], [torch.bfloat16], LEAN, each=1),
+        *slow_products([name for name in NEW if name not in MIXTURES], [torch.bfloat16], LEAN, each=1),
     ],
 )
 def test_no_further_from_the_truth_than_the_generic_runner(variant: str, dtype: torch.dtype, kind: str) -> None:

@@ -23,7 +23,7 @@ from foretoken.core.passes import Pass
 from foretoken.core.token_tree import TokenTree, TreeRow
 from foretoken.decoder import library, native, native_linear, native_model
 from foretoken.decoder.base import PassOutput, UnsuitableError
-from foretoken.decoder.blocks import Block, Blocks, BlockSpec, Experts, LeanWeights, Matrix, Norm, Side
+from foretoken.decoder.blocks import Block, Blocks, BlockSpec, Experts, FeedForward, LeanWeights, Matrix, Norm, Side
 from foretoken.decoder.native import NativeBlocks
 from foretoken.decoder.native_linear import NativeLinear
 from foretoken.decoder.quantized import QuantizedMatrix, quantized
@@ -241,6 +241,11 @@ def rounded(weight: torch.Tensor) -> QuantizedMatrix:
     return quantized_parts(weight, 2, "int8", dtype=torch.float32)
 
 
+def shared_of(hidden: int) -> FeedForward:
+    up = Matrix(weight=torch.ones(24, 32))
+    return FeedForward(gate=up, up=up, down=Matrix(weight=torch.ones(hidden, 24)))
+
+
 def with_experts(**changes: Callable[[Any], Any]) -> Callable[[LeanWeights], LeanWeights]:
     """Experts of which something is another."""
     return lambda weights: with_blocks(
@@ -300,6 +305,11 @@ def test_weights_that_do_not_fit_are_refused(change: Any, what: str) -> None:
         (with_experts(gate_up=lambda m: rounded(m.gate_up[:-1])), r"the experts is \(192, 32\). Expected \(256, 32\)"),
         (with_experts(down=lambda m: rounded(m.down[:-1])), "the experts is .* Expected"),
         (with_experts(router=lambda m: Matrix(weight=quantized(m.router.weight, "int8"))), "a router has no kernels"),
+        (
+            with_experts(shared=lambda _: shared_of(32), shared_gate=lambda m: Matrix(weight=m.router.weight)),
+            r"shared_expert_gate is .*Expected \(1, 32\)",
+        ),
+        (with_experts(shared=lambda _: shared_of(31)), "down_proj is"),
     ],
 )
 def test_experts_that_do_not_fit_are_refused(change: Any, what: str) -> None:
@@ -326,6 +336,13 @@ def norm_of(size: int) -> Norm:
                 is_normalized=True,
             ),
             "a token takes 3 of 2 experts",
+        ),
+        (
+            lambda: Experts(
+                router=Matrix(weight=torch.ones(2, 4)), gate_up=torch.ones(2, 6, 4), down=torch.ones(2, 4, 3), top_k=1,
+                is_normalized=True, shared_gate=Matrix(weight=torch.ones(1, 4)),
+            ),
+            "a gate of no shared expert",
         ),
     ],
 )  # fmt: skip

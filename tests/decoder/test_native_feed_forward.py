@@ -74,9 +74,12 @@ def test_tokens_keep_their_bits_at_any_width(size: int, kind: str, weights: str)
     assert_same_bits(of_kind(size, kind), weights)
 
 
+@pytest.mark.parametrize("size", [0, 47])
 @pytest.mark.parametrize("weights", WEIGHTS)
-def test_experts_keep_their_tokens_bits(weights: str) -> None:
-    assert_same_bits(layers_of(experts(5, 2, is_normalized=True)), weights)
+def test_experts_keep_their_tokens_bits(weights: str, size: int) -> None:
+    """Alone, and beside a shared expert of some size."""
+    shared = {"shared": feed_forward(size), "shared_gate": matrix(1, E, 14)} if size else {}
+    assert_same_bits(layers_of(experts(5, 2, is_normalized=True, **shared)), weights)
 
 
 @cache

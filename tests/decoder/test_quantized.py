@@ -296,6 +296,9 @@ def of_integers(layers: Blocks, quantization: Quantization, *, is_dense: bool) -
         if isinstance(mlp, FeedForward):
             gate = None if mlp.gate is None else matrix(mlp.gate)
             return FeedForward(gate=gate, up=matrix(mlp.up), down=matrix(mlp.down))
+        if mlp.shared is not None:
+            gate = None if mlp.shared_gate is None else matrix(mlp.shared_gate)
+            mlp = replace(mlp, shared=feed_forward(mlp.shared), shared_gate=gate)
         gate_up, down = (each.float() for each in mlp.dense())
         if not is_dense:
             made = (quantized_parts(each, parts, quantization, dtype=torch.float32)
@@ -340,7 +343,7 @@ def test_quantised_blocks_are_the_formula(option: str, quantization: Quantizatio
 
 
 @pytest.mark.parametrize("quantization", ["int4", "int8"])
-@pytest.mark.parametrize("option", ["as llama", "two inputs", "experts"])
+@pytest.mark.parametrize("option", ["as llama", "two inputs", "experts", "a shared expert with a gate"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_quantised_blocks_are_exact(dtype: torch.dtype, option: str, quantization: Quantization) -> None:
     """Alone on one thread and beside others on two: the same bits."""

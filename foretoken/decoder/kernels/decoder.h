@@ -108,17 +108,9 @@ class Decoder {
   }
 
   void recur(const Layer& layer) {
-    const Recurrent& own = layer.recurrent;
     normalise(layer.attention_norm);
-    round(normed_, rows_, {&own.inputs[0], &own.inputs[1], &own.inputs[2], &own.inputs[3]});
-    for (int64_t i = 0, at = 0; i < own.num_inputs; at += own.inputs[i++].rows) {
-      multiply(own.inputs[i], normed_, rows_, [&](int64_t m, int64_t n, auto count, const float* values) {
-        std::copy_n(values, count, space_.projected + m * own.width + at + n);
-      });
-    }
-    barrier_.wait();
     const MatrixInputs<T> mixed(space_.mixed, rows_, layer.output.cols, space_.rounded);
-    recurrent_.run(own, mixed);
+    recurrent_.run(layer.recurrent, normed_, mixed);
     barrier_.wait();
     add(layer.output, mixed, layer.attention_post_norm);
   }
@@ -204,12 +196,12 @@ class Decoder {
   void add_experts(const Layer& layer) {
     const ExpertLayer<T> experts(layer, model_.hidden, rows_, space_, barrier_);
     experts.run(normed_);
-    const bool has_norm = layer.mlp_post_norm.weight != nullptr;
+    const bool is_apart = adds_apart(layer), has_shared = layer.up.weight != nullptr;
     share(rows_, [&](int64_t m) {
-      float* row = (has_norm ? space_.branch : space_.residual) + m * model_.hidden;
-      if (has_norm) std::fill_n(row, model_.hidden, 0.0f);
+      float* row = (is_apart ? space_.branch : space_.residual) + m * model_.hidden;
+      if (is_apart && !has_shared) std::fill_n(row, model_.hidden, 0.0f);
       experts.add(m, row);
-      if (has_norm) add_normed(layer.mlp_post_norm, m);
+      if (is_apart) add_normed(layer.mlp_post_norm, m);
     });
     barrier_.wait();
   }
@@ -228,13 +220,7 @@ class Decoder {
     barrier_.wait();
   }
 
-  // Rounds inputs for those matrices that are in integers; `native_model.py` checks that they round them alike.
-  void round(const MatrixInputs<T>& x, int64_t M, std::initializer_list<const Matrix*> matrices) {
-    const auto found = std::find_if(matrices.begin(), matrices.end(), [](const Matrix* each) { return each->bits != 0; });
-    if (found == matrices.end()) return;
-    round_inputs(x, M, **found, std::any_of(matrices.begin(), matrices.end(), [](const Matrix* each) { return each->group_offsets != nullptr; }));
-    barrier_.wait();
-  }
+  void round(const MatrixInputs<T>& x, int64_t M, std::initializer_list<const Matrix*> matrices) { round_inputs_of(matrices, x, M, barrier_); }
 
   // Adds x times the transposed matrix to the residual stream, after the post norm if there is one.
   void add(const Matrix& matrix, const MatrixInputs<T>& x, const Norm& post) {
@@ -255,7 +241,7 @@ class Decoder {
     barrier_.wait();
   }
 
-  // Adds the norm of a token's row of `branch` to its residual stream.
+  // Adds a token's row of `branch` to its residual stream, its norm if there is one.
   void add_normed(const Norm& norm, int64_t m) {
     float* row = space_.residual + m * model_.hidden;
     normalise_row(norm, space_.branch + m * model_.hidden, model_.hidden, [&](int64_t k, auto values) {

@@ -1,5 +1,5 @@
 // Feed-forward layers: the input of the down projection, f(gate) * up or f(up), and mixtures of experts. A router gives
-// each token some experts, gated layers. Their outputs are added with its weights.
+// each token some experts, gated layers. Their outputs are added with its weights, behind those of the shared expert.
 //
 // The tokens of an expert are multiplied together, so that its weights are read once a pass. A token's result comes
 // from its own row alone, and the outputs of its experts are added in the order of the experts. The result does not
@@ -74,8 +74,9 @@ class ExpertLayer {
       : layer_(layer), experts_(layer.experts), hidden_(hidden), M_(M), num_pairs_(M * layer.experts.top_k), space_(space), barrier_(barrier) {}
 
   // Runs inside a parallel region, all threads together, once the inputs are there. Afterwards `pair_out` has the
-  // output of every pair in its place.
+  // output of every pair in its place, and `branch` that of the shared expert.
   void run(const MatrixInputs<T>& inputs) const {
+    if (layer_.up.weight != nullptr) run_shared(inputs);
     multiply_into(experts_.router, inputs, M_, space_.router);
     barrier_.wait();
     const int64_t top_k = experts_.top_k;
@@ -102,8 +103,12 @@ class ExpertLayer {
     barrier_.wait();
   }
 
-  // Adds the weighted outputs of a token's experts to a row (hidden,).
+  // Adds the weighted outputs of a token's experts to a row (hidden,), which has those of the shared expert if there is one.
   void add(int64_t m, float* row) const {
+    if (experts_.shared_gate.weight != nullptr) {
+      const float gate = 1.0f / (1.0f + std::exp(-space_.shared_gates[m]));
+      for (int64_t k = 0; k < hidden_; ++k) row[k] *= gate;
+    }
     for (int64_t j = m * experts_.top_k; j < (m + 1) * experts_.top_k; ++j) {
       const float *out = space_.pair_out + space_.places[j] * hidden_, weight = space_.weights[j];
       int64_t k = 0;
@@ -115,6 +120,16 @@ class ExpertLayer {
   }
 
  private:
+  void run_shared(const MatrixInputs<T>& inputs) const {
+    round_inputs_of({&layer_.gate, &layer_.up, &experts_.shared_gate}, inputs, M_, barrier_);
+    const MatrixInputs<T> inner(space_.inner, M_, layer_.up.rows, space_.rounded);
+    multiply_activated(layer_.activation, layer_.gate, layer_.up, inputs, M_, inner, space_.gate, space_.up);
+    if (experts_.shared_gate.weight != nullptr) multiply_into(experts_.shared_gate, inputs, M_, space_.shared_gates);
+    barrier_.wait();
+    round_inputs_of({&layer_.down}, inner, M_, barrier_);
+    multiply_into(layer_.down, inner, M_, space_.branch);
+  }
+
   // The first pair of each expert (`starts`), and the place of every pair among all pairs. `blocks` are the starts with
   // the padding of each expert's inputs.
   void sort_pairs() const {

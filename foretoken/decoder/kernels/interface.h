@@ -43,12 +43,14 @@ struct Norm {
 enum NormKind : int32_t { kRmsNorm = 0, kLayerNorm = 1 };
 enum Activation : int64_t { kSilu = 0, kGeluTanh = 1, kGelu = 2 };
 
-// Gated layers; each token takes `top_k` of them. A dense layer has a count of 0.
+// Gated layers; each token takes `top_k` of them, and the matrices of its `Layer` if these are there. A dense layer has a
+// count of 0.
 struct Experts {
   Matrix router;  // (count, hidden)
   // The matrices of all experts one below another: gate and up of an expert, (intermediate, hidden) each; (hidden,
   // intermediate). In integers, each of them begins with a panel.
   Matrix gate_up, down;
+  Matrix shared_gate;  // (1, hidden), of the outputs of the layer's own matrices; a null weight means no gate
   int64_t count, top_k, intermediate;
   int64_t is_normalised;        // whether the weights of a token's experts are scaled to sum to 1
 };
@@ -76,7 +78,7 @@ struct Recurrent {
 
 struct Layer {
   Matrix query, key, value, output;
-  Matrix gate, up, down;  // without gate: the activation of `up`; without all three: experts
+  Matrix gate, up, down;  // without gate: the activation of `up`; without all three: experts alone
   Experts experts;
   Norm attention_norm, attention_post_norm, mlp_norm, mlp_post_norm;  // (hidden,), post norms: of a branch before the branch is added
   Norm side_norm;             // (hidden,), of a second input that attention reads before the first; of the first layer alone
@@ -99,7 +101,6 @@ struct Model {
   int64_t slot_rows, head_rows, layer_rows;  // rows from one slot, and from one head, to the next; all rows of a layer
   int64_t rows_are_rounded;  // whether cache rows are in int8, otherwise in the model's dtype
   int64_t intermediate;      // widest of the dense layers
-  int64_t has_post_norms;    // whether some layer has one
   int64_t num_experts, top_k, expert_intermediate;  // largest of any layer
   int64_t window;            // rows before a token that its convolution reads; 0: no layer is recurrent
   int64_t state_size, row_size;  // floats of a block of states: states of all layers, and a row of all layers

@@ -18,6 +18,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <initializer_list>
 #include <type_traits>
 
 #include "gemm.h"
@@ -314,6 +315,16 @@ void round_inputs(const X& x, int64_t M, const Matrix& matrix, bool has_offsets)
       if (needs_sums) out.add_up(m, g);
     }
   }
+}
+
+// Rounds inputs for those of some matrices that are in integers, which round them alike (`native_model.py` checks it),
+// and waits for all threads.
+template <class X, class AnyBarrier>
+void round_inputs_of(std::initializer_list<const Matrix*> matrices, const X& x, int64_t M, AnyBarrier& barrier) {
+  const auto found = std::find_if(matrices.begin(), matrices.end(), [](const Matrix* each) { return each->bits != 0; });
+  if (found == matrices.end()) return;
+  round_inputs(x, M, **found, std::any_of(matrices.begin(), matrices.end(), [](const Matrix* each) { return each->group_offsets != nullptr; }));
+  barrier.wait();
 }
 
 // Writes a row (cols,) of a matrix in integers: the bits of `QuantizedMatrix.dequantized`, then rounded to the dtype.

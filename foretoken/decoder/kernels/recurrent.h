@@ -19,7 +19,9 @@
 #include <omp.h>
 
 #include "gemm.h"
+#include "integer_tiles.h"
 #include "interface.h"
+#include "quantized.h"
 #include "rows.h"
 #include "vectors.h"
 #include "workspace.h"
@@ -41,9 +43,10 @@ class RecurrentLayers {
     }
   }
 
-  // Runs inside a parallel region, all threads together, once the projections of all tokens are in `projected`. Writes
-  // the input of the output projection.
-  void run(const Recurrent& layer, const MatrixInputs<T>& mixed) const {
+  // Runs inside a parallel region, all threads together, once the inputs are there. Writes the input of the output
+  // projection.
+  void run(const Recurrent& layer, const MatrixInputs<T>& inputs, const MatrixInputs<T>& mixed) const {
+    project(layer, inputs);
     if (layer.kind == kConvolution) return convolve_alone(layer, mixed);
     const int64_t items = space_.items[pass_.num_sequences];
     share(items * layer.key_heads, [&](int64_t unit) { prepare(layer, unit / layer.key_heads, unit % layer.key_heads); });
@@ -67,6 +70,16 @@ class RecurrentLayers {
   }
 
  private:
+  void project(const Recurrent& layer, const MatrixInputs<T>& inputs) const {
+    round_inputs_of({&layer.inputs[0], &layer.inputs[1], &layer.inputs[2], &layer.inputs[3]}, inputs, rows_, barrier_);
+    for (int64_t i = 0, at = 0; i < layer.num_inputs; at += layer.inputs[i++].rows) {
+      multiply(layer.inputs[i], inputs, rows_, [&](int64_t m, int64_t n, auto count, const float* values) {
+        std::copy_n(values, count, space_.projected + m * layer.width + at + n);
+      });
+    }
+    barrier_.wait();
+  }
+
   static int64_t tiles_of(const Recurrent& layer) { return (layer.value_dim + kTile - 1) / kTile; }
 
   int64_t num_replayed(int64_t s) const { return pass_.replay_starts[s + 1] - pass_.replay_starts[s]; }

@@ -22,6 +22,14 @@ inline bool gates_heads(const Model& model) {
   return std::any_of(model.layers, model.layers + model.num_layers, [](const Layer& layer) { return layer.gates_heads != 0; });
 }
 
+// Whether the outputs of a layer's experts are added up before the residual stream gets them.
+inline bool adds_apart(const Layer& layer) { return layer.mlp_post_norm.weight != nullptr || layer.up.weight != nullptr; }
+
+// Whether a layer needs a row of a token beside the residual stream.
+inline bool has_branch(const Layer& layer) {
+  return layer.attention_post_norm.weight != nullptr || layer.mlp_post_norm.weight != nullptr || (layer.experts.count > 0 && adds_apart(layer));
+}
+
 inline int64_t group_size(const Model& model) { return model.heads / model.kv_heads; }
 
 // Whether a matrix is in integers.
@@ -30,7 +38,7 @@ inline bool has_integers(const Model& model) {
   for (int64_t i = 0; i < model.num_layers; ++i) {
     const Layer& layer = model.layers[i];
     for (const Matrix& each : layer.recurrent.inputs) found = found || each.bits != 0;
-    for (const Matrix* each : {&layer.query, &layer.key, &layer.value, &layer.output, &layer.gate, &layer.up, &layer.down, &layer.experts.gate_up, &layer.experts.down}) found = found || each->bits != 0;
+    for (const Matrix* each : {&layer.query, &layer.key, &layer.value, &layer.output, &layer.gate, &layer.up, &layer.down, &layer.experts.gate_up, &layer.experts.down, &layer.experts.shared_gate}) found = found || each->bits != 0;
   }
   return found;
 }
@@ -64,7 +72,7 @@ struct Workspace {
   using Token = typename MatrixInputs<T>::Token;
 
   float *residual, *query, *key, *value, *gate, *up;
-  float* branch;      // (M, hidden), added to the residual stream after a norm; empty without such norms
+  float* branch;      // (M, hidden), on its way to the residual stream; empty if no layer has one, see `has_branch`
   Token *normed, *mixed, *inner;  // normed: twice as wide if the first layer has a second input
   char* rounded;                  // `RoundedInputs` of the widest of these, if a matrix is in integers
   typename SharedAttention<T>::Engine::Queries::Token* rotated;
@@ -77,7 +85,7 @@ struct Workspace {
   int64_t *units;     // (S + 1,), the first portion of attention of each sequence
 
   // Of experts, see `ExpertLayer`: a token and one of its experts are a pair; there are P = M * top_k pairs.
-  float *router;                                // (M, num_experts)
+  float *router, *shared_gates;                 // (M, num_experts), (M,)
   float *weights;                               // (P,)
   int64_t *chosen, *places, *tokens, *experts;  // (P,)
   int64_t *starts, *blocks;                     // (num_experts + 1,)
@@ -113,7 +121,7 @@ struct Workspace {
     take(base, size, value, M, kv);
     take(base, size, gate, M, model.intermediate);
     take(base, size, up, M, model.intermediate);
-    take(base, size, branch, model.has_post_norms ? M : 0, model.hidden);
+    take(base, size, branch, std::any_of(model.layers, model.layers + model.num_layers, has_branch) ? M : 0, model.hidden);
     take(base, size, rotated, M, kMostPerQuery * model.heads * SharedAttention<T>::Engine::Queries::padded(model.head_dim));
     take(base, size, normed, padded_M, MatrixInputs<T>::padded(attention_width(model)));
     take(base, size, mixed, padded_M, MatrixInputs<T>::padded(std::max(q, model.recurrent_outputs)));
@@ -135,6 +143,7 @@ struct Workspace {
     take(base, size, sequence, M, 1);
     take(base, size, units, padded_M + 1, 1);
     take(base, size, router, M, model.num_experts);
+    take(base, size, shared_gates, model.num_experts > 0 ? M : 0, 1);
     take(base, size, weights, pairs, 1);
     for (int64_t** each : {&chosen, &places, &tokens, &experts}) take(base, size, *each, pairs, 1);
     for (int64_t** each : {&starts, &blocks}) take(base, size, *each, model.num_experts + 1, 1);
