@@ -10,6 +10,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+MOST_INPUTS = 6  # `kMostInputs` of the kernels
+
+
 class MatrixStruct(Structure):
     """A row-major matrix in the model's dtype, or in 4 to 8 bits; its bias in float32 or null."""
 
@@ -45,13 +48,13 @@ class RecurrentArguments(Structure):
     """What a layer has in place of attention; a kind of 0 for attention."""
 
     _fields_ = (
-        ("inputs", MatrixStruct * 4),
+        ("inputs", MatrixStruct * MOST_INPUTS),
         *((name, c_int64) for name in (
             "kind", "num_inputs", "width", "row_at", "row_size", "gate_at", "factor_at", "channels", "query_at",
             "key_at", "value_at", "key_heads", "heads", "key_dim", "value_dim", "norm_size", "gates_first", "state_at",
             "rows_before",
         )),
-        *((name, c_void_p) for name in ("taps", "tap_bias", "decay", "step_bias", "skip")),
+        *((name, c_void_p) for name in ("places", "taps", "tap_bias", "decay", "step_bias", "skip")),
         ("norm", NormStruct),
         ("beta_scale", c_float),
     )  # fmt: skip

@@ -302,7 +302,8 @@ class LinearAttention(_Part):
         outputs = norm(o) * silu(gate), or norm(o * silu(gate))
 
     Attributes:
-        projections: Their outputs, one matrix after another, are the columns of a token.
+        projections: Up to six. Their outputs, one matrix after another, are the columns of a token.
+        places: (outputs,) int32, the column of each output; None for their order.
         columns: Where among these the inputs of the convolution begin, and the gates of the outputs. Right behind the
             former are the steps of the heads, and their betas if there are any.
         channels: Where the queries, keys and values begin among the inputs of the convolution, all heads of each side
@@ -316,6 +317,7 @@ class LinearAttention(_Part):
     """
 
     projections: tuple[Matrix, ...]
+    places: Tensor | None = None
     columns: tuple[int, int]
     channels: tuple[int, int, int]
     convolution: Convolution
@@ -330,6 +332,11 @@ class LinearAttention(_Part):
     norm_size: int
     gates_first: bool
     beta_scale: float
+
+    def __post_init__(self) -> None:
+        count = sum(int(each.weight.shape[0]) for each in self.projections)
+        is_order = self.places is None or torch.equal(self.places.sort().values, torch.arange(count))
+        require(is_order, "the places of the projections are no permutation")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -12,7 +12,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from foretoken.decoder.arguments import ExpertsArguments, Layer, MatrixStruct, Model, NormStruct, RecurrentArguments
+from foretoken.decoder.arguments import (
+    MOST_INPUTS,
+    ExpertsArguments,
+    Layer,
+    MatrixStruct,
+    Model,
+    NormStruct,
+    RecurrentArguments,
+)
 from foretoken.decoder.base import UnsuitableError
 from foretoken.decoder.blocks import Experts, FeedForward, LeanWeights, LinearAttention, Matrix, RecurrentBlock
 from foretoken.decoder.memory import Described, HeldMemory, has_memory, is_plain, lost_memory, use_huge_pages
@@ -179,9 +187,10 @@ class NativeModel(Described):
     def _short_convolution(self, mixer: described.ShortConvolution) -> RecurrentArguments:
         channels = int(mixer.convolution.weight.shape[0])
         row, gate, factor = (place * channels for place in mixer.order)
+        projection = self._matrix("in_proj", mixer.projection, 3 * channels, self._hidden)
         return RecurrentArguments(
-            kind=1, inputs=(MatrixStruct * 4)(self._matrix("in_proj", mixer.projection, 3 * channels, self._hidden)),
-            num_inputs=1, width=3 * channels, row_at=row, gate_at=gate, factor_at=factor,
+            kind=1, inputs=(MatrixStruct * MOST_INPUTS)(projection), num_inputs=1,
+            width=3 * channels, row_at=row, gate_at=gate, factor_at=factor,
             **self._convolution(mixer.convolution, row_size=channels, state_size=0),
         )  # fmt: skip
 
@@ -195,12 +204,15 @@ class NativeModel(Described):
         inputs = [
             self._matrix("a projection", each, int(each.weight.shape[0]), self._hidden) for each in mixer.projections
         ]
+        width, places = sum(each.rows for each in inputs), None
+        if mixer.places is not None:
+            places = self._address_of("the places of projections", mixer.places, (width,), torch.int32)
         is_delta, channels = mixer.beta_scale != 0.0, int(mixer.convolution.weight.shape[0])
         vectors = {"decay": mixer.decay, "step_bias": mixer.step_bias, "skip": mixer.skip}
         state = heads * key_dim * -(-value_dim // _STATE_COLUMNS) * _STATE_COLUMNS
         return RecurrentArguments(
-            kind=2 if is_delta else 3, inputs=(MatrixStruct * 4)(*inputs), num_inputs=len(inputs),
-            width=sum(each.rows for each in inputs), row_at=mixer.columns[0], gate_at=mixer.columns[1],
+            kind=2 if is_delta else 3, inputs=(MatrixStruct * MOST_INPUTS)(*inputs), num_inputs=len(inputs),
+            width=width, places=places, row_at=mixer.columns[0], gate_at=mixer.columns[1],
             query_at=mixer.channels[0], key_at=mixer.channels[1], value_at=mixer.channels[2],
             key_heads=mixer.num_key_heads, heads=heads, key_dim=key_dim, value_dim=value_dim,
             norm_size=mixer.norm_size, gates_first=mixer.gates_first, beta_scale=mixer.beta_scale,

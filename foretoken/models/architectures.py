@@ -31,6 +31,7 @@ class LeanArchitecture:
         names: Of parts, where they differ from Llama's: of a layer, of `self_attn`, of the feed-forward layer, and of
             the final norm.
         mixer: The part of a layer in place of `self_attn`, if some layers are recurrent; None if none is.
+        mixer_norms: As `norms`, of recurrent layers; None for the same.
         gates_heads: Whether queries have gates of the heads' outputs, see `Block`.
     """
 
@@ -41,6 +42,7 @@ class LeanArchitecture:
     softcap: bool = False
     names: Mapping[str, str] = field(default_factory=dict)
     mixer: str | None = None
+    mixer_norms: Mapping[str, str] | None = None
     gates_heads: bool = False
 
 
@@ -204,6 +206,8 @@ ARCHITECTURES = {
         own_weights={"attn_sinks.weight": "self_attn.sinks"}, window=2, has_own_head_dim=True)),
     "qwen2_moe": Architecture("Qwen2MoeForCausalLM", _LAYER_WINDOW),
     "qwen3_5_moe_text": Architecture("Qwen3_5MoeForCausalLM", _GATED_DELTA),
+    "qwen3_next": Architecture("Qwen3NextForCausalLM", _GATED_DELTA),
+    "olmo_hybrid": Architecture("OlmoHybridForCausalLM", replace(_OLMO, mixer="linear_attn", mixer_norms=_NORMS)),
     "lfm2": Architecture("Lfm2ForCausalLM", LeanArchitecture(
         norms={"attention_norm": "operator_norm", "mlp_norm": "ffn_norm"}, mixer="conv", names={
             "norm": "embedding_norm", "o_proj": "out_proj", "q_norm": "q_layernorm", "k_norm": "k_layernorm",

@@ -56,7 +56,9 @@ def read_weights(model: LoadedModel, num_positions: int) -> LeanWeights:
     module: Any = model.module
     architecture = _known_architecture(module, model.config)
     backbone = module.model
-    tables = _rotary_tables(backbone.rotary_emb, min(num_positions, model.context_len), model)
+    tables = None
+    if backbone.rotary_emb is not None:
+        tables = _rotary_tables(backbone.rotary_emb, min(num_positions, model.context_len), model)
     embedding, scale = embedding_table(backbone.embed_tokens)
     return LeanWeights(
         embedding=embedding,
@@ -149,9 +151,9 @@ def _activation(config: Any, architecture: LeanArchitecture) -> str:
 
 
 def _block(
-    layer: Any, config: Any, index: int, architecture: LeanArchitecture, tables: Callable[..., Rotary]
+    layer: Any, config: Any, index: int, architecture: LeanArchitecture, tables: Callable[..., Rotary] | None
 ) -> Block | RecurrentBlock:
-    if architecture.mixer is not None and hasattr(layer, architecture.mixer):
+    if architecture.mixer is not None and getattr(layer, architecture.mixer, None) is not None:
         return _recurrent_block(layer, config, architecture)
     attention, offset = layer.self_attn, architecture.norm_offset
     head_dim = attention.head_dim
@@ -190,16 +192,17 @@ def _block(
 
 def _recurrent_block(layer: Any, config: Any, architecture: LeanArchitecture) -> RecurrentBlock:
     mixer = getattr(layer, architecture.mixer or "")
-    if hasattr(mixer, "in_proj_qkv"):
+    if hasattr(mixer, "head_k_dim"):
         own: ShortConvolution | LinearAttention = _gated_delta(mixer)
     else:
         own = _state_space(mixer) if hasattr(mixer, "A_log") else _short_convolution(mixer)
     norms: Any = {
-        field: _norm(getattr(layer, name), architecture.norm_offset) for field, name in architecture.norms.items()
+        field: _norm(getattr(layer, name), architecture.norm_offset)
+        for field, name in (architecture.mixer_norms or architecture.norms).items()
     }
     return RecurrentBlock(
         mixer=own,
-        output=Matrix.of(mixer.out_proj),
+        output=Matrix.of(mixer.out_proj if hasattr(mixer, "out_proj") else mixer.o_proj),
         mlp=_mlp(_part(layer, "mlp", architecture), architecture),
         activation=_ACTIVATIONS[_activation(config, architecture)],
         **norms,
@@ -216,12 +219,21 @@ def _short_convolution(mixer: Any) -> ShortConvolution:
     return ShortConvolution(projection=Matrix.of(mixer.in_proj), order=(2, 1, 0), convolution=_convolution(mixer.conv))
 
 
+_DELTA_NET = (
+    ("in_proj_qkv", "in_proj_a", "in_proj_b", "in_proj_z"),
+    ("in_proj_qkvz", "in_proj_ba"),
+    ("q_proj", "k_proj", "v_proj", "a_proj", "b_proj", "g_proj"),
+)
+
+
 def _gated_delta(mixer: Any) -> LinearAttention:
     """Gated DeltaNet: queries, keys, values; steps; betas; gates."""
-    keys, heads, norm = mixer.key_dim, mixer.num_v_heads, _norm(mixer.norm)
-    names = ("in_proj_qkv", "in_proj_a", "in_proj_b", "in_proj_z")
+    keys, heads = mixer.key_dim, mixer.num_v_heads
+    norm = _norm(mixer.norm if hasattr(mixer, "norm") else mixer.o_norm)
+    names = next(names for names in _DELTA_NET if hasattr(mixer, names[0]))
     return LinearAttention(
         projections=tuple(Matrix.of(getattr(mixer, name)) for name in names),
+        places=_interleaved(mixer) if "in_proj_qkvz" in names else None,
         columns=(0, 2 * keys + mixer.value_dim + 2 * heads),
         channels=(0, keys, 2 * keys),
         convolution=_convolution(mixer.conv1d),
@@ -234,8 +246,17 @@ def _gated_delta(mixer: Any) -> LinearAttention:
         norm=Norm(weight=norm.weight.repeat(heads), epsilon=norm.epsilon),
         norm_size=mixer.head_v_dim,
         gates_first=False,
-        beta_scale=1.0,
+        beta_scale=2.0 if getattr(mixer, "allow_neg_eigval", False) else 1.0,
     )
+
+
+def _interleaved(mixer: Any) -> Tensor:
+    """The places of Qwen3-Next's outputs: of each key head queries, keys, values and gates; then betas and steps."""
+    keys, values, heads = mixer.key_dim, mixer.value_dim, mixer.num_v_heads
+    sizes = [keys, keys, values, heads, heads, values]  # queries, keys, values, steps, betas, gates
+    parts = [part.view(mixer.num_k_heads, -1) for part in torch.arange(sum(sizes)).split(sizes)]
+    ordered = [torch.cat([parts[at] for at in each], dim=1).flatten() for each in ((0, 1, 2, 5), (4, 3))]
+    return torch.cat(ordered).int()
 
 
 def _state_space(mixer: Any) -> LinearAttention:
@@ -260,9 +281,9 @@ def _state_space(mixer: Any) -> LinearAttention:
     )
 
 
-def _rotary(attention: Any, config: Any, index: int, tables: Callable[..., Rotary]) -> Rotary | None:
+def _rotary(attention: Any, config: Any, index: int, tables: Callable[..., Rotary] | None) -> Rotary | None:
     """Returns the rotation of a layer: none (SmolLM3), one for all, or one for each kind of layer (Gemma 3)."""
-    if not getattr(attention, "use_rope", True):
+    if tables is None or not getattr(attention, "use_rope", True):
         return None
     by_kind = any(isinstance(part, dict) for part in (config.rope_parameters or {}).values())
     return tables(config.layer_types[index]) if by_kind else tables()

@@ -30,7 +30,7 @@ from foretoken.runner.runner import Runner
 TOLERANCE = 5e-5
 
 
-NATIVE = ("qwen3_5", "qwen3_5_moe", "lfm2", "bamba")
+NATIVE = ("qwen3_5", "qwen3_5_moe", "qwen3_next", "olmo_hybrid", "lfm2", "bamba")
 ROUTES = [*((name, "generic") for name in RECURRENT_ARCHITECTURES), *((name, "lean-native") for name in NATIVE)]
 
 

@@ -55,12 +55,13 @@ struct Experts {
   int64_t is_normalised;        // whether the weights of a token's experts are scaled to sum to 1
 };
 
-// What a layer has in place of attention, see `recurrent.h`. Its projections, the rows of `inputs`, stand side by side in
-// a row of a token. From `row_at` on are the inputs of the convolution, then the raw steps of all heads, then their raw
+// What a layer has in place of attention, see `recurrent.h`. Its projections, the outputs of `inputs`, stand in a row of
+// a token. From `row_at` on are the inputs of the convolution, then the raw steps of all heads, then their raw
 // betas (delta rule alone): that part of the row, `row_size`, is stored for later passes.
 enum RecurrentKind : int64_t { kAttention = 0, kConvolution = 1, kDelta = 2, kStateSpace = 3 };
+constexpr int kMostInputs = 6;
 struct Recurrent {
-  Matrix inputs[4];
+  Matrix inputs[kMostInputs];
   int64_t kind;                               // a `RecurrentKind`
   int64_t num_inputs, width;                  // of a row
   int64_t row_at, row_size, gate_at;          // gate: of the outputs
@@ -70,6 +71,7 @@ struct Recurrent {
   int64_t key_heads, heads, key_dim, value_dim;
   int64_t norm_size, gates_first;             // outputs that are normed together; whether the gate comes before the norm
   int64_t state_at, rows_before;              // in a block of states, see `Pass`: of the state; widths of earlier layers' rows
+  const int32_t* places;                      // (width,), the columns of the inputs' outputs; null: side by side
   const float *taps, *tap_bias;               // (window + 1, channels), (channels,) or null
   const float *decay, *step_bias, *skip;      // (heads,); skip: the values' own part of the outputs, or null
   Norm norm;                                  // (heads * value_dim,)

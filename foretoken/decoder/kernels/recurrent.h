@@ -71,10 +71,13 @@ class RecurrentLayers {
 
  private:
   void project(const Recurrent& layer, const MatrixInputs<T>& inputs) const {
-    round_inputs_of({&layer.inputs[0], &layer.inputs[1], &layer.inputs[2], &layer.inputs[3]}, inputs, rows_, barrier_);
+    const Matrix* each = layer.inputs;
+    round_inputs_of({each, each + 1, each + 2, each + 3, each + 4, each + 5}, inputs, rows_, barrier_);
     for (int64_t i = 0, at = 0; i < layer.num_inputs; at += layer.inputs[i++].rows) {
       multiply(layer.inputs[i], inputs, rows_, [&](int64_t m, int64_t n, auto count, const float* values) {
-        std::copy_n(values, count, space_.projected + m * layer.width + at + n);
+        float* row = space_.projected + m * layer.width;
+        if (layer.places == nullptr) return void(std::copy_n(values, count, row + at + n));
+        for (int64_t k = 0; k < count; ++k) row[layer.places[at + n + k]] = values[k];
       });
     }
     barrier_.wait();
