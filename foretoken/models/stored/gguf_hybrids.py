@@ -128,7 +128,7 @@ def head_columns(settings: Settings, part: str) -> Tensor | None:
 def _head_order(fields: dict[str, Any], width: int) -> Tensor | None:
     """Returns where a file has the numbers of the heads of values, `width` for each.
 
-    In transformers the heads of values of one head of keys are neighbours. Files have the first one of each head of
+    In transformers the heads of values of one head of keys follow each other. Files have the first one of each head of
     keys, then the second ones, and so on.
     """
     keys, heads = fields.get("linear_num_key_heads", 0), fields.get("linear_num_value_heads", 0)
