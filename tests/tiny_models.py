@@ -138,6 +138,15 @@ _MAMBA2 = {
     "mamba_chunk_size": 8,
     "mamba_expand": 2,
 }
+_GRANITE = {
+    **_MAMBA2,
+    "layer_types": ["mamba", "attention", "mamba"],
+    "shared_intermediate_size": 40,
+    "embedding_multiplier": 2.0,
+    "logits_scaling": 3.0,
+    "residual_multiplier": 0.5,
+    "attention_multiplier": 0.3,
+}
 _MIXERS_ONLY = {"state_size": 8, "expand": 2, "use_bias": True}
 
 _RECURRENT: dict[str, tuple[type, dict[str, Any]]] = {
@@ -156,10 +165,8 @@ _RECURRENT: dict[str, tuple[type, dict[str, Any]]] = {
             "num_dense_layers": 1,
         },
     ),
-    "granitemoehybrid": (
-        hf.GraniteMoeHybridConfig,
-        {**_MAMBA2, **_MOE, "layer_types": ["mamba", "attention", "mamba"], "shared_intermediate_size": 24},
-    ),
+    "granitemoehybrid": (hf.GraniteMoeHybridConfig, {**_GRANITE, **_MOE}),
+    "granitemoehybrid_dense": (hf.GraniteMoeHybridConfig, {**_GRANITE, "num_local_experts": 0}),
     "bamba": (
         hf.BambaConfig,
         {
@@ -227,6 +234,7 @@ LEAN_ARCHITECTURES = (
     "mixtral",
     "qwen3_moe",
     "qwen2_moe",
+    "granite",
 )  # those that the lean decoders know
 
 

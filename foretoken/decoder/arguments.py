@@ -72,8 +72,7 @@ class Layer(Structure):
         )),
         *((name, c_void_p) for name in ("cos", "sin", "keys", "values")),
         *((name, c_int64) for name in ("pairs", "window", "activation", "norms_all_heads", "gates_heads")),
-        ("scale", c_float),
-        ("softcap", c_float),
+        *((name, c_float) for name in ("scale", "softcap", "attention_factor", "mlp_factor")),
         ("recurrent", RecurrentArguments),
     )  # fmt: skip
 
@@ -89,8 +88,7 @@ class Model(Structure):
             "window", "state_size", "row_size", "recurrent_width", "recurrent_channels", "recurrent_heads",
             "recurrent_outputs", "recurrent_keys",
         )),
-        ("embedding_scale", c_float),
-        ("logit_softcap", c_float),
+        *((name, c_float) for name in ("embedding_scale", "logit_scale", "logit_softcap")),
         ("embedding", MatrixStruct),
         ("final_norm", NormStruct),
         ("head", MatrixStruct),

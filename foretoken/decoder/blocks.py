@@ -1,10 +1,10 @@
 """Describes decoder blocks and their tensors, for all backends and all users of blocks.
 
-    h = inputs + post(output(attention(norm(inputs))))
-    outputs = h + post(mlp(norm(h)))
+    h = inputs + attention_factor * post(output(attention(norm(inputs))))
+    outputs = h + mlp_factor * post(mlp(norm(h)))
 
-Each of the norms is optional. `mlp` is one feed-forward layer, gated or not, or a mixture of experts. Attention is
-grouped-query attention with rotary positions.
+Each of the norms is optional, and factors are 1 in most architectures. `mlp` is one feed-forward layer, gated or not,
+or a mixture of experts. Attention is grouped-query attention with rotary positions.
 
 A recurrent block has another mixer in place of attention, see `RecurrentBlock`.
 
@@ -237,6 +237,8 @@ class Block(_Part):
         rotary: None for a block without positions.
         gates_heads: Whether the rows of `query` of each head are followed by as many of a gate: the head's output is
             multiplied with sigmoid(gate). `query` is (2 H D, E) then.
+        attention_factor: Of what attention adds.
+        mlp_factor: Of what the feed-forward layer adds.
     """
 
     spec: BlockSpec
@@ -254,6 +256,8 @@ class Block(_Part):
     key_norm: Norm | None = None
     rotary: Rotary | None = None
     gates_heads: bool = False
+    attention_factor: float = 1.0
+    mlp_factor: float = 1.0
 
     def __post_init__(self) -> None:
         require((self.query_norm is None) == (self.key_norm is None), "queries and keys both have norms, or neither")
@@ -348,6 +352,8 @@ class RecurrentBlock(_Part):
         attention_norm: (E,), before the mixer.
         mlp_norm: (E,), before the feed-forward layer.
         activation: Of the feed-forward layers.
+        mixer_factor: Of what the mixer adds.
+        mlp_factor: Of what the feed-forward layer adds.
     """
 
     mixer: ShortConvolution | LinearAttention
@@ -356,6 +362,8 @@ class RecurrentBlock(_Part):
     attention_norm: Norm | None = None
     mlp_norm: Norm | None = None
     activation: Activation = "silu"
+    mixer_factor: float = 1.0
+    mlp_factor: float = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -427,6 +435,7 @@ class LeanWeights:
         embedding: (V, E), in the dtype of the blocks, or in 4 or 8 bits with this dtype.
         head: The LM head module; a tied one may have the embedding as its weight.
         head_tokens: (R,) int64, the token of each row of a head that has not all rows; None: row i is token i.
+        logit_scale: Factor of the logits, before they are capped.
         logit_softcap: c in c tanh(logit / c), or None.
         is_borrowed: Whether the weights are the caller's and must not be moved.
     """
@@ -436,6 +445,7 @@ class LeanWeights:
     layers: Blocks
     head: nn.Module
     head_tokens: Tensor | None = None
+    logit_scale: float = 1.0
     logit_softcap: float | None = None
     is_borrowed: bool
 

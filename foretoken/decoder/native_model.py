@@ -118,6 +118,7 @@ class NativeModel(Described):
             else 0,
             recurrent_keys=max(each.key_dim for each in recurrent),
             embedding_scale=1.0 if ends is None else ends.embedding_scale,
+            logit_scale=1.0 if ends is None else ends.logit_scale,
             logit_softcap=0.0 if ends is None else ends.logit_softcap or 0.0,
             embedding=embedding,
             final_norm=self._norm("the final norm", layers.final_norm, self._hidden),
@@ -160,6 +161,8 @@ class NativeModel(Described):
             gates_heads=block.gates_heads,
             scale=spec.attention_scale,
             softcap=spec.softcap or 0.0,
+            attention_factor=block.attention_factor,
+            mlp_factor=block.mlp_factor,
         )
         _share_inputs(index, layer.query, layer.key, layer.value)
         _share_inputs(index, layer.gate, layer.up, layer.experts.shared_gate)
@@ -178,6 +181,8 @@ class NativeModel(Described):
             attention_norm=self._norm("the norm before the mixer", block.attention_norm, hidden),
             mlp_norm=self._norm("the norm before the feed-forward layer", block.mlp_norm, hidden),
             activation=_ACTIVATIONS[block.activation],
+            attention_factor=block.mixer_factor,
+            mlp_factor=block.mlp_factor,
             recurrent=recurrent,
         )
         _share_inputs(index, *layer.recurrent.inputs)

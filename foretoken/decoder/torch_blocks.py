@@ -343,8 +343,10 @@ class TorchBlocks:
             boundaries.append(x)
             normed = self._with_side(block, normed, side)
             delta = self._normed(self._attention(layer, normed, turns, layout), block.attention_post_norm)
+            delta = delta if block.attention_factor == 1.0 else delta * block.attention_factor
             x, normed = ops.add_and_norm(x, delta, block.mlp_norm)
             delta = self._normed(layer.mlp(normed, ops), block.mlp_post_norm)
+            delta = delta if block.mlp_factor == 1.0 else delta * block.mlp_factor
         return x, delta, boundaries
 
     def _attention(self, layer: _Layer, normed: Tensor, turns: Turns, layout: AttentionLayout) -> Tensor:
@@ -467,6 +469,7 @@ class StockDecoder:
             logits, cap = None, self._weights.logit_softcap
             if work.logit_rows is not None:
                 logits = self._head(final if work.has_all_logits else final[work.logit_rows]).float()
+                logits = logits if self._weights.logit_scale == 1.0 else logits * self._weights.logit_scale
                 logits = logits if cap is None else torch.tanh(logits / cap) * cap
                 if (tokens := self._weights.head_tokens) is not None:
                     shape = len(logits), self._weights.vocab_size

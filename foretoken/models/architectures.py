@@ -29,7 +29,7 @@ class LeanArchitecture:
             (`self_attn.sliding_window`).
         softcap: Whether the configuration caps attention scores.
         names: Of parts, where they differ from Llama's: of a layer, of `self_attn`, of the feed-forward layer, and of
-            the final norm.
+            the final norm. "experts": those of a layer beside its feed-forward layer.
         mixer: The part of a layer in place of `self_attn`, if some layers are recurrent; None if none is.
         mixer_norms: As `norms`, of recurrent layers; None for the same.
         gates_heads: Whether queries have gates of the heads' outputs, see `Block`.
@@ -188,7 +188,10 @@ ARCHITECTURES = {
     "bamba": Architecture("BambaForCausalLM", LeanArchitecture(
         norms={"attention_norm": "input_layernorm", "mlp_norm": "pre_ff_layernorm"}, mixer="mamba",
         names={"norm": "final_layernorm", "mlp": "feed_forward"})),
-    "granite": Architecture("GraniteForCausalLM", gguf=GgufArchitecture(
+    "granitemoehybrid": Architecture("GraniteMoeHybridForCausalLM", LeanArchitecture(mixer="mamba", names={
+        "mlp": "shared_mlp", "gate_up_proj": "input_linear", "down_proj": "output_linear",
+        "experts": "block_sparse_moe"})),
+    "granite": Architecture("GraniteForCausalLM", LeanArchitecture(), GgufArchitecture(
         "granite", switches=_BIASES, is_permuted=True, scales={
             "logit_scale": "logits_scaling", "residual_scale": "residual_multiplier",
             "embedding_scale": "embedding_multiplier", "attention.scale": "attention_multiplier"})),

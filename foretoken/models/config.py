@@ -99,6 +99,13 @@ def check_sizes(config: Any, name: str) -> None:
                 )
 
 
+def logits_shape(config: Any) -> tuple[float, float | None]:
+    """Returns a target's scale of logits, and c of c tanh(logit / c)."""
+    names = "logit_scale", "lm_head_multiplier", "logits_scaling"
+    scale, multiplier, divisor = (float(getattr(config, name, None) or 1.0) for name in names)
+    return scale * multiplier / divisor, getattr(config, "final_logit_softcapping", None)
+
+
 def check_quantization(config: Any, name: str) -> None:
     """Raises `ModelError` for a quantization method that transformers does not know and would ignore."""
     from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING  # takes seconds to import

@@ -33,6 +33,7 @@ from foretoken.decoder.memory import is_plain
 from foretoken.decoder.quantized_modules import QuantizedEmbedding, QuantizedExperts, QuantizedLinear, embedding_table
 from foretoken.models.architectures import LEAN_ARCHITECTURES, LeanArchitecture
 from foretoken.models.borrowed import foreign_call
+from foretoken.models.config import logits_shape
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -60,9 +61,10 @@ def read_weights(model: LoadedModel, num_positions: int) -> LeanWeights:
     if backbone.rotary_emb is not None:
         tables = _rotary_tables(backbone.rotary_emb, min(num_positions, model.context_len), model)
     embedding, scale = embedding_table(backbone.embed_tokens)
+    logit_scale, logit_softcap = logits_shape(model.config)
     return LeanWeights(
         embedding=embedding,
-        embedding_scale=scale,
+        embedding_scale=scale * getattr(backbone, "embedding_multiplier", 1.0),
         layers=Blocks(
             blocks=[
                 _block(layer, model.config, index, architecture, tables) for index, layer in enumerate(backbone.layers)
@@ -70,7 +72,8 @@ def read_weights(model: LoadedModel, num_positions: int) -> LeanWeights:
             final_norm=_norm(_part(backbone, "norm", architecture), architecture.norm_offset),
         ),
         head=module.lm_head,
-        logit_softcap=getattr(model.config, "final_logit_softcapping", None),
+        logit_scale=logit_scale,
+        logit_softcap=logit_softcap,
         is_borrowed=model.is_borrowed,
     )
 
@@ -91,7 +94,7 @@ def _known_architecture(module: Any, config: Any) -> LeanArchitecture:
     foreign = [
         f"{key} ({type(part).__name__})"
         for key, part in module.named_modules()
-        if key.endswith(("_proj", ".c_fc", ".mlp.gate", ".mlp.experts")) and not _is_plain(part)
+        if key.endswith(("_proj", "_linear", ".c_fc", ".gate", ".router", ".experts")) and not _is_plain(part)
     ]
     if foreign:
         raise UnsuitableError(f"{foreign[0]} is not a plain linear layer.")
@@ -183,9 +186,11 @@ def _block(
         key=key,
         value=value,
         output=Matrix.of(_part(attention, "o_proj", architecture)),
-        mlp=_mlp(_part(layer, "mlp", architecture), architecture),
+        mlp=_mlp(layer, architecture),
         rotary=_rotary(attention, config, index, tables),
         gates_heads=architecture.gates_heads,
+        attention_factor=getattr(layer, "residual_multiplier", 1.0),
+        mlp_factor=getattr(layer, "residual_multiplier", 1.0),
         **norms,
     )
 
@@ -203,8 +208,10 @@ def _recurrent_block(layer: Any, config: Any, architecture: LeanArchitecture) ->
     return RecurrentBlock(
         mixer=own,
         output=Matrix.of(mixer.out_proj if hasattr(mixer, "out_proj") else mixer.o_proj),
-        mlp=_mlp(_part(layer, "mlp", architecture), architecture),
+        mlp=_mlp(layer, architecture),
         activation=_ACTIVATIONS[_activation(config, architecture)],
+        mixer_factor=getattr(layer, "residual_multiplier", 1.0),
+        mlp_factor=getattr(layer, "residual_multiplier", 1.0),
         **norms,
     )
 
@@ -289,20 +296,25 @@ def _rotary(attention: Any, config: Any, index: int, tables: Callable[..., Rotar
     return tables(config.layer_types[index]) if by_kind else tables()
 
 
-def _mlp(module: Any, architecture: LeanArchitecture) -> FeedForward | Experts:
-    if hasattr(module, "experts"):
-        experts, router = module.experts, module.gate
-        is_quantized, has_shared = isinstance(experts, QuantizedExperts), hasattr(module, "shared_expert")
-        return Experts(
-            router=Matrix(weight=router.weight),
-            gate_up=experts.gate_up if is_quantized else experts.gate_up_proj,
-            down=experts.down if is_quantized else experts.down_proj,
-            top_k=router.top_k,
-            is_normalized=getattr(router, "norm_topk_prob", True),  # Mixtral always does
-            shared=_feed_forward(module.shared_expert, architecture) if has_shared else None,
-            shared_gate=Matrix.of(module.shared_expert_gate) if has_shared else None,
-        )
-    return _feed_forward(module, architecture)
+def _mlp(layer: Any, architecture: LeanArchitecture) -> FeedForward | Experts:
+    module = _part(layer, "mlp", architecture)
+    mixture, shared = module, getattr(module, "shared_expert", None)
+    if "experts" in architecture.names:  # beside the shared one
+        mixture, shared = getattr(layer, architecture.names["experts"]), module
+    if not hasattr(mixture, "experts"):
+        return _feed_forward(module, architecture)
+    experts, router = mixture.experts, mixture.router if hasattr(mixture, "router") else mixture.gate
+    is_quantized = isinstance(experts, QuantizedExperts)
+    gate = getattr(mixture, "shared_expert_gate", None)
+    return Experts(
+        router=Matrix(weight=router.weight),
+        gate_up=experts.gate_up if is_quantized else experts.gate_up_proj,
+        down=experts.down if is_quantized else experts.down_proj,
+        top_k=router.top_k,
+        is_normalized=getattr(router, "norm_topk_prob", True),  # Mixtral always does
+        shared=None if shared is None else _feed_forward(shared, architecture),
+        shared_gate=None if gate is None else Matrix.of(gate),
+    )
 
 
 def _feed_forward(module: Any, architecture: LeanArchitecture) -> FeedForward:
@@ -310,7 +322,8 @@ def _feed_forward(module: Any, architecture: LeanArchitecture) -> FeedForward:
         return FeedForward(gate=None, up=Matrix.of(module.c_fc), down=Matrix.of(module.c_proj))
     down = _part(module, "down_proj", architecture)
     names = tuple(architecture.names.get(name, name) for name in ("gate_proj", "up_proj"))
-    gate, up = _matrices(module, names, "gate_up_proj", [down.in_features] * 2)
+    joined = architecture.names.get("gate_up_proj", "gate_up_proj")
+    gate, up = _matrices(module, names, joined, [down.in_features] * 2)
     return FeedForward(gate=gate, up=up, down=Matrix.of(down))
 
 

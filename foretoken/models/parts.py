@@ -14,6 +14,7 @@ from foretoken.core.errors import ModelError
 from foretoken.decoder.blocks import LmHead, ScaledEmbedding
 from foretoken.decoder.native_linear import HeadRows, NativeLinear, fast_linear, linear_layer
 from foretoken.decoder.quantized_modules import QuantizedEmbedding, QuantizedLinear, embedding_table, is_plain_embedding
+from foretoken.models.config import logits_shape
 from foretoken.models.lean_weights import read_weights
 
 if TYPE_CHECKING:
@@ -97,7 +98,7 @@ def target_parts(
     module: Any = model.module
     embedding: Any = module.get_input_embeddings()
     head: Any = module.get_output_embeddings()
-    factor, cap = _logits_shape(model.config)
+    factor, cap = logits_shape(model.config)
     native, weight = None, _dense_weight(head)
     rows = None if head_tokens is None else HeadRows(head, head_tokens.to(model.device), quantization)
     if rows is not None:
@@ -189,13 +190,6 @@ def _converted(embedding: Any, head: Any, dtype: torch.dtype) -> tuple[Any, nn.L
         return nn.functional.embedding(tokens, rows) * factor
 
     return embed, copy
-
-
-def _logits_shape(config: Any) -> tuple[float, float | None]:
-    """Returns the target's scale of logits, and c of c tanh(logit / c)."""
-    cap = getattr(config, "final_logit_softcapping", None)
-    factor = float(getattr(config, "logit_scale", None) or 1.0) / float(getattr(config, "logits_scaling", None) or 1.0)
-    return factor, cap
 
 
 def _shaped(logits: Tensor, factor: float, cap: float | None) -> Tensor:

@@ -28,6 +28,7 @@ from foretoken.core.passes import Pass
 from foretoken.core.token_tree import TokenTree, TreeRow
 from foretoken.decoder.blocks import Block
 from foretoken.decoder.quantized_modules import QuantizedLinear
+from foretoken.models.config import logits_shape
 from foretoken.models.forward_pass import current_pass
 from foretoken.models.generic import find_blocks, first_output, run_plain
 from foretoken.models.lean_weights import read_weights
@@ -318,7 +319,8 @@ class _Test:
                 part = functional.linear(wide, head.weight.detach()[rows].to(wide.dtype))
             parts.append(part if head.bias is None else part + head.bias.detach()[rows].to(wide.dtype))
             ids += range(rows.start, rows.stop)
-        logits, cap = torch.cat(parts, -1), getattr(self._model.config, "final_logit_softcapping", None)
+        scale, cap = logits_shape(self._model.config)
+        logits = torch.cat(parts, -1) * scale
         return torch.tensor(ids, device=final.device), logits if cap is None else torch.tanh(logits / cap) * cap
 
     def _path_errors(self, texts: _Texts, logits: Tensor) -> dict[str, Tensor]:

@@ -103,6 +103,7 @@ VARIANTS: dict[str, Any] = {
     "qwen3_moe many experts": tiny_config(
         "qwen3_moe", num_experts=19, num_experts_per_tok=5, moe_intermediate_size=24, hidden_size=40
     ),
+    "granite": tiny_config("granite"),
     "qwen2_moe": tiny_config("qwen2_moe"),
     "qwen2_moe some dense": tiny_config("qwen2_moe", mlp_only_layers=[1], use_sliding_window=True, sliding_window=6),
     "qwen3_moe all experts": tiny_config("qwen3_moe", num_experts_per_tok=4),

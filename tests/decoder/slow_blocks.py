@@ -29,10 +29,11 @@ class Slow:
             if each.side is not None:
                 assert side is not None
                 read = torch.cat([self.normed(each.side.norm, side), read], dim=1)
-            x = x + self.normed(each.attention_post_norm, self.attention(each, read))
+            x = x + self.normed(each.attention_post_norm, self.attention(each, read)) * each.attention_factor
             inner = self.normed(each.mlp_norm, x)
             mlp = self.routed if isinstance(each.mlp, Experts) else self.feed_forward
-            x = x + self.normed(each.mlp_post_norm, torch.stack([mlp(each, row) for row in inner]))
+            outputs = torch.stack([mlp(each, row) for row in inner])
+            x = x + self.normed(each.mlp_post_norm, outputs) * each.mlp_factor
         return [*boundaries, x, self.normed(self.layers.final_norm, x)]
 
     @staticmethod

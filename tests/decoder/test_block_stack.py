@@ -122,6 +122,11 @@ OPTIONS: dict[str, Callable[[], Block]] = {
     "experts as the router says": lambda: block(
         mlp=experts(4, 3, is_normalized=False), mlp_post_norm=norm(E, 34), spec={"activation": "gelu"}
     ),
+    "factors": lambda: block(attention_factor=0.3, mlp_factor=1.7),
+    "factors behind norms": lambda: block(
+        attention_post_norm=norm(E, 30), mlp_post_norm=norm(E, 31), attention_factor=0.3, mlp_factor=1.7
+    ),
+    "a factor of experts": lambda: block(mlp=experts(5, 2, is_normalized=True), mlp_factor=0.3),
     "a shared expert": lambda: block(mlp=experts(5, 2, is_normalized=True, shared=PLAIN_MLP)),
     "a shared expert with a gate": lambda: block(
         mlp=experts(5, 2, is_normalized=True, shared=GATED_MLP, shared_gate=matrix(1, E, 73, has_bias=True))

@@ -19,7 +19,16 @@ from foretoken.decoder.native_states import NativeState, StateMemory, _settled
 from foretoken.models.loading import wrap_model
 from foretoken.runner.runner import Runner
 
-ARCHITECTURES = ("qwen3_5", "qwen3_5_moe", "qwen3_next", "olmo_hybrid", "lfm2", "bamba")
+ARCHITECTURES = (
+    "qwen3_5",
+    "qwen3_5_moe",
+    "qwen3_next",
+    "olmo_hybrid",
+    "lfm2",
+    "bamba",
+    "granitemoehybrid",
+    "granitemoehybrid_dense",
+)
 
 
 def native(architecture: str, **options: Any) -> Runner:

@@ -30,7 +30,16 @@ from foretoken.runner.runner import Runner
 TOLERANCE = 5e-5
 
 
-NATIVE = ("qwen3_5", "qwen3_5_moe", "qwen3_next", "olmo_hybrid", "lfm2", "bamba")
+NATIVE = (
+    "qwen3_5",
+    "qwen3_5_moe",
+    "qwen3_next",
+    "olmo_hybrid",
+    "lfm2",
+    "bamba",
+    "granitemoehybrid",
+    "granitemoehybrid_dense",
+)
 ROUTES = [*((name, "generic") for name in RECURRENT_ARCHITECTURES), *((name, "lean-native") for name in NATIVE)]
 
 

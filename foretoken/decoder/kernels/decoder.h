@@ -104,7 +104,7 @@ class Decoder {
     const bool is_divided = model_.kv_heads % omp_get_num_threads() == 0 && !layer.norms_all_heads;
     is_divided ? attend_own_heads(layer, inputs) : attend_all(layer, inputs);
     barrier_.wait();
-    add(layer.output, mixed_, layer.attention_post_norm);
+    add(layer.output, mixed_, layer.attention_post_norm, layer.attention_factor);
   }
 
   void recur(const Layer& layer) {
@@ -112,7 +112,7 @@ class Decoder {
     const MatrixInputs<T> mixed(space_.mixed, rows_, layer.output.cols, space_.rounded);
     recurrent_.run(layer.recurrent, normed_, mixed);
     barrier_.wait();
-    add(layer.output, mixed, layer.attention_post_norm);
+    add(layer.output, mixed, layer.attention_post_norm, layer.attention_factor);
   }
 
   // Each thread computes queries, keys and values of some KV heads and their attention. It waits for no other thread,
@@ -190,7 +190,7 @@ class Decoder {
     const MatrixInputs<T> inner(space_.inner, rows_, layer.up.rows, space_.rounded);
     multiply_activated(layer.activation, layer.gate, layer.up, normed_, rows_, inner, space_.gate, space_.up);
     barrier_.wait();
-    add(layer.down, inner, layer.mlp_post_norm);
+    add(layer.down, inner, layer.mlp_post_norm, layer.mlp_factor);
   }
 
   void add_experts(const Layer& layer) {
@@ -201,7 +201,7 @@ class Decoder {
       float* row = (is_apart ? space_.branch : space_.residual) + m * model_.hidden;
       if (is_apart && !has_shared) std::fill_n(row, model_.hidden, 0.0f);
       experts.add(m, row);
-      if (is_apart) add_normed(layer.mlp_post_norm, m);
+      if (is_apart) add_normed(layer.mlp_post_norm, m, layer.mlp_factor);
     });
     barrier_.wait();
   }
@@ -222,33 +222,33 @@ class Decoder {
 
   void round(const MatrixInputs<T>& x, int64_t M, std::initializer_list<const Matrix*> matrices) { round_inputs_of(matrices, x, M, barrier_); }
 
-  // Adds x times the transposed matrix to the residual stream, after the post norm if there is one.
-  void add(const Matrix& matrix, const MatrixInputs<T>& x, const Norm& post) {
+  // Adds x times the transposed matrix, times a factor, to the residual stream, after the post norm if there is one.
+  void add(const Matrix& matrix, const MatrixInputs<T>& x, const Norm& post, float factor) {
     round(x, rows_, {&matrix});
     if (post.weight != nullptr) {
       multiply_into(matrix, x, rows_, space_.branch);
       barrier_.wait();
-      share(rows_, [&](int64_t m) { add_normed(post, m); });
+      share(rows_, [&](int64_t m) { add_normed(post, m, factor); });
     } else {
       multiply(matrix, x, rows_, [&](int64_t m, int64_t n, auto count, const float* values) {
         float* row = space_.residual + m * model_.hidden + n;
         if (m + kAhead < rows_) __builtin_prefetch(row + kAhead * model_.hidden, 1);
         int i = 0;
-        for (; i + kLanes <= count; i += kLanes) store_lanes(row + i, load_lanes(row + i) + load_lanes(values + i));
-        for (; i < count; ++i) row[i] += values[i];
+        for (; i + kLanes <= count; i += kLanes) store_lanes(row + i, multiply_add(Lanes{} + factor, load_lanes(values + i), load_lanes(row + i)));
+        for (; i < count; ++i) row[i] = std::fma(factor, values[i], row[i]);
       });
     }
     barrier_.wait();
   }
 
-  // Adds a token's row of `branch` to its residual stream, its norm if there is one.
-  void add_normed(const Norm& norm, int64_t m) {
+  // Adds a token's row of `branch`, its norm if there is one, times a factor, to its residual stream.
+  void add_normed(const Norm& norm, int64_t m, float factor) {
     float* row = space_.residual + m * model_.hidden;
     normalise_row(norm, space_.branch + m * model_.hidden, model_.hidden, [&](int64_t k, auto values) {
       if constexpr (std::is_same_v<decltype(values), float>) {
-        row[k] += values;
+        row[k] = std::fma(factor, values, row[k]);
       } else {
-        store_lanes(row + k, load_lanes(row + k) + values);
+        store_lanes(row + k, multiply_add(Lanes{} + factor, values, load_lanes(row + k)));
       }
     });
   }
@@ -261,14 +261,14 @@ class Decoder {
 
   void put_logits(const MatrixInputs<T>& x, int64_t count) {
     if (model_.head_tokens == nullptr) return multiply_into(model_.head, x, count, pass_.logits);
-    multiply(model_.head, x, count, PutLogits{pass_.logits, model_.num_logits, model_.head_tokens, 1.0f, model_.logit_softcap});
+    multiply(model_.head, x, count, PutLogits{pass_.logits, model_.num_logits, model_.head_tokens, model_.logit_scale, model_.logit_softcap});
   }
 
-  // Caps logits if the model does and they are not capped yet, and chooses the token after each row.
+  // Scales and caps logits if the model does and they are not yet, and chooses the token after each row.
   void finish_logits() {
     barrier_.wait();
-    if (model_.logit_softcap > 0 && model_.head_tokens == nullptr) {
-      cap_logits();
+    if ((model_.logit_softcap > 0 || model_.logit_scale != 1.0f) && model_.head_tokens == nullptr) {
+      shape_logits();
       barrier_.wait();
     }
     if (pass_.chosen == nullptr) return;
@@ -281,15 +281,18 @@ class Decoder {
     });
   }
 
-  void cap_logits() {
+  void shape_logits() {
     const int64_t V = model_.num_logits, portions = portions_of(V);
-    const auto capped = [&](Lanes x) { return hyperbolic_tangent(x / model_.logit_softcap) * model_.logit_softcap; };
+    const auto shaped = [&](Lanes x) {
+      x = x * model_.logit_scale;
+      return model_.logit_softcap > 0 ? hyperbolic_tangent(x / model_.logit_softcap) * model_.logit_softcap : x;
+    };
     share(pass_.num_logits * portions, [&](int64_t unit) {
       float* row = pass_.logits + unit / portions * V;
       int64_t k = unit % portions * kPortion;
       const int64_t end = std::min(k + kPortion, V);
-      for (; k + kLanes <= end; k += kLanes) store_lanes(row + k, capped(load_lanes(row + k)));
-      for (; k < end; ++k) row[k] = capped(Lanes{} + row[k])[0];
+      for (; k + kLanes <= end; k += kLanes) store_lanes(row + k, shaped(load_lanes(row + k)));
+      for (; k < end; ++k) row[k] = shaped(Lanes{} + row[k])[0];
     });
   }
 

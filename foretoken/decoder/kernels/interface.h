@@ -93,6 +93,7 @@ struct Layer {
   int64_t norms_all_heads;    // whether one norm covers all heads of queries or keys
   int64_t gates_heads;        // whether each head of queries has a gate of its output behind it
   float scale, softcap;       // of attention scores; 0: no cap
+  float attention_factor, mlp_factor;  // of what attention, or what stands in its place, and the feed-forward layer add
   Recurrent recurrent;        // in place of query, key and value
 };
 
@@ -107,7 +108,7 @@ struct Model {
   int64_t window;            // rows before a token that its convolution reads; 0: no layer is recurrent
   int64_t state_size, row_size;  // floats of a block of states: states of all layers, and a row of all layers
   int64_t recurrent_width, recurrent_channels, recurrent_heads, recurrent_outputs, recurrent_keys;  // largest of any layer
-  float embedding_scale, logit_softcap;             // 0: no cap
+  float embedding_scale, logit_scale, logit_softcap;  // 0: no cap
   Matrix embedding;          // (vocab, hidden), without a bias
   Norm final_norm;           // (hidden,)
   Matrix head;

@@ -23,7 +23,9 @@ inline bool gates_heads(const Model& model) {
 }
 
 // Whether the outputs of a layer's experts are added up before the residual stream gets them.
-inline bool adds_apart(const Layer& layer) { return layer.mlp_post_norm.weight != nullptr || layer.up.weight != nullptr; }
+inline bool adds_apart(const Layer& layer) {
+  return layer.mlp_post_norm.weight != nullptr || layer.up.weight != nullptr || layer.mlp_factor != 1.0f;
+}
 
 // Whether a layer needs a row of a token beside the residual stream.
 inline bool has_branch(const Layer& layer) {
