@@ -6,12 +6,14 @@ The rehearsal is slow because three processes for each toy import and load every
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from benchmarks import hybrids
+from benchmarks.pairs.contestants import Contestant
 from foretoken.files.atomic_files import JournalFile
 
 
@@ -86,6 +88,54 @@ def test_speed_ups_over_plain_decoding_of_the_same_prompt(directory: Path) -> No
     table = hybrids.report(journal)
     assert "| lfm2, lean-native | tokens a pass, published | reached |" in table
     assert "| HASS | 5.15 | 5.00 | 59.0 | 30.0 | 2.00 | 9.00 | 2.00 | 1.00 |" in table
+
+
+# Stands in for llama-cpp-python with a recurrent model: its memory is removed as a whole or not at all, and a token
+# comes at the next position. The logits of a token are those of the token after it.
+LLAMA = """
+import ctypes
+from types import SimpleNamespace as Of
+llama_backend_init = llama_batch_free = llama_model_default_params = lambda *_: None
+llama_model_load_from_file = llama_init_from_model = llama_get_memory = llama_model_get_vocab = lambda *_: "it"
+llama_context_default_params, llama_vocab_n_tokens = Of, lambda _: 50
+llama_vocab_is_eog = lambda *_: False
+read, rows = [], []
+
+def llama_batch_init(count, *_):
+    return Of(token=[0] * count, pos=[0] * count, n_seq_id=[0] * count, seq_id=[[0]] * count, logits=[0] * count)
+
+def llama_decode(_, batch):
+    assert batch.pos == list(range(len(read), len(read) + batch.n_tokens)), "a token is read at another position"
+    read.extend(batch.token)
+    rows[:] = [token for token, wanted in zip(batch.token, batch.logits) if wanted]
+    return 0
+
+def llama_memory_seq_rm(_, sequence, start, end):
+    if start == 0:
+        read.clear()
+    return start in (0, len(read))
+
+def llama_memory_clear(*_):
+    read.clear()
+
+def llama_get_logits_ith(_, index):
+    return (ctypes.c_float * 50)(*(float(each == (rows[index] + 1) % 50) for each in range(50)))
+"""
+
+
+def test_recurrent_states_of_llama_cpp_are_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "llama_cpp.py").write_text(LLAMA)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    llama = Contestant("llama.cpp", "", sys.executable, "llama", target="model", draft=None)
+    for grows in (True, False):
+        for tokens in (1, 16, 600):
+            assert llama.answer(rows=20, tokens=tokens, count=3, grows=grows)["seconds"] > 0
+    # The lookup finds 7 8 9 and drafts 40 and what follows, which is wrong: the state behind 9 is needed again.
+    prompt = [7, 8, 9, 40, 41, 42, 43, 7, 8]
+    answer = llama.answer(prompt=prompt, tokens=6, length=4, ngram=3)
+    llama.end()
+    assert answer["ids"] == [9, 10, 11, 12, 13, 14]
+    assert answer["steps"] == 5, "the draft was wrong"
 
 
 @pytest.mark.slow
