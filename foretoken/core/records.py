@@ -313,6 +313,8 @@ class GenerationMetrics:
             decoding sequences in which prompts ended.
         num_prefix_queries: Prompt tokens that were looked up in the prefix cache.
         num_cached_tokens: Prompt tokens that were found there and not read again.
+        num_prefix_lost: Prompt tokens that were found there and read again, because the state of recurrent layers
+            behind them was not kept.
         num_preemptions: Number of preemptions; after each, tokens outside cached prefixes were read again.
         lossy_tv: Sum of `StepRecord.lossy_tv`; 0 for lossless rules, NaN where a lossy rule does not know it.
         num_synthetic: Passes with synthetic acceptance, see `StepRecord.is_synthetic`.
@@ -335,6 +337,7 @@ class GenerationMetrics:
     prefill_seconds: float = 0.0
     num_prefix_queries: int = 0
     num_cached_tokens: int = 0
+    num_prefix_lost: int = 0
     num_preemptions: int = 0
     lossy_tv: float = 0.0
     num_synthetic: int = 0
@@ -438,6 +441,7 @@ class GenerationMetrics:
             "prefill_seconds": self.prefill_seconds,
             "num_prefix_queries": self.num_prefix_queries,
             "num_cached_tokens": self.num_cached_tokens,
+            "num_prefix_lost": self.num_prefix_lost,
             "num_preemptions": self.num_preemptions,
             "lossy_tv": None if math.isnan(self.lossy_tv) else self.lossy_tv,
             "num_synthetic": self.num_synthetic,

@@ -71,6 +71,10 @@ class NativeState(NamedTuple):
     block: StateBlock
     rows: Sequence[int]
 
+    def tensors(self) -> Sequence[Tensor]:
+        """See `foretoken.decoder.state_snapshots.State`."""
+        return [self.block.tensor]
+
 
 @dataclass(frozen=True, slots=True)
 class NativeStates:

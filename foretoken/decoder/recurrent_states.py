@@ -7,6 +7,9 @@ the last accepted node. Prompt chunks need no commit: the next pass of their slo
 What a state is, the decoder knows: tensors of every layer (`foretoken.models.recurrent`), or a state and the inputs of
 the tokens behind it (`foretoken.decoder.native_states`). None is the state before any text. States are never changed.
 So slots share them, and a failed pass is repeated from the same state.
+
+Another text can begin inside the text of a slot where a snapshot was kept: before the last token of a prompt, about
+every `SPACING` tokens of a long one, where a text began in a slot with a prefix, and where `keep` was called.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from foretoken.core.errors import PassError
+from foretoken.decoder.state_snapshots import Snapshots
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -122,17 +126,15 @@ _EMPTY = _At(0, None)
 
 
 class RecurrentStates:
-    """The states of all slots: the committed one, those of the last pass, and one snapshot.
-
-    The snapshot is the state before the last token of a prompt. Other completions of the prompt begin there.
-    """
+    """The states of all slots: the committed one, those of the last pass, and snapshots."""
 
     def __init__(self, empty: dict[int, LayerState], *, num_slots: int) -> None:
         """Begins without any text; `empty` are the states before the first token, by layer."""
         self.empty = empty
+        self.snapshots = Snapshots(num_slots)
         self._committed = [_EMPTY] * num_slots
-        self._snapshots: list[_At | None] = [None] * num_slots
         self._last: list[_LastPass | None] = [None] * num_slots
+        self._begun = set[int]()  # slots whose text began with a prefix, before its first pass
 
     @property
     def layers(self) -> frozenset[int]:
@@ -154,12 +156,19 @@ class RecurrentStates:
         parents = work.parents.tolist()
         for row, (first, end) in enumerate(pairwise(work.node_offsets)):
             slot, length = work.slots[row], work.prefix_lens[row]
-            last, snapshot = self._last[slot], self._snapshots[slot]
-            if last is not None and length - 1 > last.length and last.ends_at(length) and last.ends_at(length - 1):
-                snapshot = _At(length - 1, last.after(length - last.length - 2))  # a prompt was read up to here
-            self._snapshots[slot] = snapshot if snapshot is not None and snapshot.length <= length else None
+            self._keep_snapshots(slot, length, states.starts[row].state)
             self._committed[slot] = _At(length, states.starts[row].state)
             self._last[slot] = _LastPass(length, parents[first:end], first, states)
+
+    def _keep_snapshots(self, slot: int, length: int, state: Any) -> None:
+        """Keeps states of a slot whose text goes on behind `length` tokens with this state."""
+        last = self._last[slot]
+        self.snapshots.cut(slot, length)
+        if state is not None and slot in self._begun:
+            self.snapshots.keep(slot, length, state)
+        self._begun.discard(slot)
+        if last is not None and length - 1 > last.length and last.ends_at(length) and last.ends_at(length - 1):
+            self.snapshots.keep_end(slot, length - 1, last.after(length - last.length - 2))  # of a prompt read so far
 
     def commit(self, slots: Sequence[int], lengths: Sequence[int], paths: Sequence[Sequence[int]]) -> None:
         """Keeps the states of the last accepted nodes; arguments: see `Runner.commit`."""
@@ -176,16 +185,29 @@ class RecurrentStates:
 
     def reusable(self, slot: int, length: int) -> int:
         """Returns the longest prefix of a slot, at most `length` tokens, whose state is known."""
-        snapshot, last = self._snapshots[slot], self._last[slot]
-        known = [self._committed[slot].length, 0 if snapshot is None else snapshot.length]
+        last = self._last[slot]
+        known = [self._committed[slot].length, self.snapshots.longest(slot, length)]
         if last is not None:
             known += [each for each in (length, last.length + len(last.parents)) if last.ends_at(each)]
         return max((each for each in known if each <= length), default=0)
 
+    def keep(self, slot: int, length: int) -> None:
+        """Keeps a snapshot behind `length` tokens of a slot; raises `PassError` if the state there is not known."""
+        self.snapshots.keep(slot, length, self._at(slot, length).state)
+
     def copy(self, source: int, slot: int, length: int) -> None:
         """Begins a slot with the first `length` tokens of another one. Raises `PassError` as `begin`."""
         state = self._at(source, length)
-        self._committed[slot], self._snapshots[slot], self._last[slot] = state, state, None
+        self.snapshots.copy(source, slot, length)
+        self._committed[slot], self._last[slot] = state, None
+        self._begun.add(slot)
+
+    def trim(self, slot: int, length: int) -> None:
+        """Forgets all of a slot that a text which begins with its first `length` tokens cannot use."""
+        self.snapshots.cut(slot, length)
+        is_known = self.reusable(slot, length) == length
+        self._committed[slot], self._last[slot] = self._at(slot, length) if is_known else _EMPTY, None
+        self._begun.add(slot)
 
     def assume(self, length: int) -> None:
         """Takes the state before any token for that behind `length` tokens, in all slots; for passes that are timed."""
@@ -193,15 +215,15 @@ class RecurrentStates:
         self._last = [None] * len(self._last)
 
     def _at(self, slot: int, length: int) -> _At:
-        last, snapshot = self._last[slot], self._snapshots[slot]
+        last = self._last[slot]
         if length == 0:
             return _EMPTY
         if self._committed[slot].length == length:
             return self._committed[slot]
         if last is not None and last.ends_at(length):
             return _At(length, last.after(length - last.length - 1))
-        if snapshot is not None and snapshot.length == length:
-            return snapshot
+        if (snapshot := self.snapshots.find(slot, length)) is not None:
+            return _At(length, snapshot)
         raise PassError(
             f"slot {slot} has no recurrent state behind {length} tokens, only behind {self._committed[slot].length}. "
             "Read the text from its beginning."

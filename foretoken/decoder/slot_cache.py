@@ -266,6 +266,8 @@ class SlotCache:
         """Takes all but the first `count` rows of a slot, for others to use."""
         if self._pool is not None:
             self._pool.trim(slot, count)
+        if self.states is not None:
+            self.states.trim(slot, count)
 
     def write(self, layer: int, layout: AttentionLayout, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Writes the keys, (M, Hk, Dk), and values, (M, Hk, Dv), of a pass in place.

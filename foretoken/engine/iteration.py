@@ -120,7 +120,7 @@ class Prefill:
 
         `num_decoding` tokens of the pass belong to decoding sequences. `most` caps the prompt tokens; None for the
         target's limit. The last chunk of a prompt has all tokens whose attention weights drafters read, if the prompt
-        and the cap do.
+        and the cap do. Otherwise a chunk ends where its sequence has a cut.
         """
         if not sequences:
             return []
@@ -133,7 +133,8 @@ class Prefill:
                 continue
             start, unread = sequence.num_cached, len(sequence.tokens) - sequence.num_cached
             unread -= sequence.wants_prompt_scores  # the root of a scored prompt has a pass of its own
-            count = min(unread, left)
+            cut = min((end for end in sequence.cuts if end > start), default=start + unread)
+            count = min(unread, left, cut - start)
             if 0 < unread - count < observed:
                 count = unread - observed
             if count <= 0:  # the rest fits into the next pass as a whole
@@ -183,7 +184,9 @@ class Prefill:
             )
         )
         for chunk in chunks:
-            chunk.sequence.num_cached = chunk.start + len(chunk.tokens)
+            chunk.sequence.num_cached = end = chunk.start + len(chunk.tokens)
+            if end in chunk.sequence.cuts:
+                self._target.keep_state(chunk.slot, end - 1)
             share = chunk.num_prompt / (num_tokens + num_decoding)
             chunk.sequence.metrics.prefill_seconds += seconds * share
 

@@ -51,6 +51,7 @@ class EngineCounts:
         self._counts["vllm:prompt_tokens"] += sequence.num_prompt
         self._counts["vllm:prefix_cache_queries"] += sequence.metrics.num_prefix_queries
         self._counts["vllm:prefix_cache_hits"] += sequence.metrics.num_cached_tokens
+        self._counts["foretoken:prefix_cache_lost"] += sequence.metrics.num_prefix_lost
 
     def add(self, record: StepRecord) -> None:
         """Counts an iteration."""
@@ -84,7 +85,7 @@ class EngineCounts:
             "vllm:prompt_tokens", "vllm:generation_tokens", "vllm:prefix_cache_queries", "vllm:prefix_cache_hits",
             "vllm:num_preemptions", "vllm:spec_decode_num_drafts", "vllm:spec_decode_num_draft_tokens",
             "vllm:spec_decode_num_accepted_tokens", "foretoken:target_passes",
-            "foretoken:synthetic_passes",
+            "foretoken:synthetic_passes", "foretoken:prefix_cache_lost",
         )  # fmt: skip
         return [
             Gauge(name="vllm:num_requests_running", labels=labels, value=num_running),
@@ -101,6 +102,9 @@ class EngineCounts:
 
 
 LEAST_PREFIX = 8  # positions; a choice: a shorter prefix is read about as fast as it is copied
+# Positions for which a prompt is read in one pass more, so that a state inside it is known. A choice: on CPUs a pass of
+# one token takes as long as 45 tokens of a chunk (21 and 234 ms for 1 and 512).
+LEAST_JUNCTION = 32
 
 
 class Held(NamedTuple):
@@ -222,6 +226,8 @@ class Scheduler:
         self._waiting: deque[Sequence] = deque()
         self._has_clients = False  # whether any sequence so far had a client
         self.running: list[Sequence] = []
+        if target.cache.states is not None and not slots.keeps_prefixes:
+            target.cache.states.snapshots.most_bytes = 0
 
     @property
     def has_work(self) -> bool:
@@ -375,17 +381,24 @@ class Scheduler:
             for s in self.running
             if s.finish_reason is None and s.num_cached < len(s.tokens) - 1 and s.cache_salt == salt
         }
-        if self._target.cache.states is not None:  # inside a prompt no state is kept
-            ends = {s.slot: len(s.tokens) - 1 for s in self.running}
-            shared = {slot: length for slot, length in shared.items() if length >= ends[slot]}
-        coming = max((shared[s.slot] for s in self.running if s.num_cached < shared.get(s.slot, 0)), default=0)
-        if coming < LEAST_PREFIX:
+        readers = [s for s in self.running if s.num_cached < shared.get(s.slot, 0)]
+        reader = max(readers, key=lambda s: shared[s.slot], default=None)
+        if reader is None:
+            return False
+        coming = shared[reader.slot]
+        is_junction = self._target.cache.states is not None and coming < len(reader.tokens) - 1
+        least = LEAST_JUNCTION if is_junction else LEAST_PREFIX
+        if coming < least:
             return False
         there = [held for held in self._held() if held.slot not in shared]
         prefix, _ = self._slots.longest_prefix(
             sequence.tokens, most=most, salt=salt, running=there, reusable=self._reusable
         )
-        return coming - (0 if prefix is None else prefix.length) >= LEAST_PREFIX
+        if coming - (0 if prefix is None else prefix.length) < least:
+            return False
+        if is_junction:
+            reader.cuts.add(coming + 1)
+        return True
 
     def _reusable(self, slot: int, length: int) -> int:
         """Returns how many of the first `length` positions of a slot neither target nor drafters need to read again."""
@@ -410,17 +423,32 @@ class Scheduler:
             slot = self._slots.take_oldest()
         else:
             most, salt = self._most_reused(sequence), sequence.cache_salt
+            junction = self._junction(sequence)
             slot, prefix = self._slots.take(
                 sequence.tokens, most=most, salt=salt, running=self._held(), reusable=self._reusable
             )
+            num_lost = max(junction - (0 if prefix is None else prefix.length), 0)
+            if num_lost >= LEAST_JUNCTION:
+                sequence.cuts.add(junction + 1)
             if is_first:
                 sequence.metrics.num_prefix_queries = sequence.num_prompt
+                sequence.metrics.num_prefix_lost = num_lost
         cache.trim(slot, prefix.length if prefix is not None and prefix.slot == slot else 0)
         rows = self._rows_of(sequence)
         if prefix is not None and not self._reserve(slot, rows, but=prefix.slot):
             prefix = None  # the rows of the prefix make room for the sequence
         self._reserve(slot, rows)
         return Taken(slot, prefix)
+
+    def _junction(self, sequence: Sequence) -> int:
+        """Returns the longest prefix of a text in any slot, if a state were known everywhere; 0 without states."""
+        if self._target.cache.states is None:
+            return 0
+        prefix, _ = self._slots.longest_prefix(
+            sequence.tokens, most=self._most_reused(sequence), salt=sequence.cache_salt, running=self._held(),
+            reusable=self._drafting.reusable,
+        )  # fmt: skip
+        return 0 if prefix is None else prefix.length
 
     def _held(self) -> list[Held]:
         return [

@@ -64,6 +64,8 @@ class Sequence:
         grammar: State of the grammar after the output; None without a grammar.
         max_nodes: Cap on the nodes of a tree, root included; None for no cap.
         client: The client, for sharing slots among clients; empty for no client.
+        cuts: Prompt tokens behind which a chunk of the prompt ends: recurrent layers then keep the state before the
+            last of them, at which other texts begin.
     """
 
     def __init__(  # noqa: PLR0913 - facts of a completion, each by its name
@@ -90,6 +92,7 @@ class Sequence:
         self.tokens, self.num_prompt, self.num_cached = list(prompt), len(prompt), 0
         self.slot: int | None = None
         self.client: Client = ()
+        self.cuts = set[int]()
         self.has_begun = False
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None

@@ -12,10 +12,18 @@ from torch import Tensor
 from foretoken.decoder.recurrent_states import LayerState, kept_nodes
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from foretoken.core.passes import Pass
     from foretoken.decoder.recurrent_states import RecurrentStates, Start
+
+
+class LayerStates(dict[int, LayerState]):
+    """The states behind a node, by layer."""
+
+    def tensors(self) -> Iterable[Tensor]:
+        """See `foretoken.decoder.state_snapshots.State`."""
+        return [part for state in self.values() for part in state if part is not None]
 
 
 class NodeLevel(NamedTuple):
@@ -87,7 +95,7 @@ class LevelStates:
         """See `PassStates`."""
         return self.levels[self.place[node][0]].is_kept
 
-    def after(self, node: int) -> dict[int, LayerState]:
+    def after(self, node: int) -> LayerStates:
         """See `PassStates`."""
         level, row = self.place[node]
-        return {layer: levels[level].row(row) for layer, levels in self.kept.items()}
+        return LayerStates({layer: levels[level].row(row) for layer, levels in self.kept.items()})

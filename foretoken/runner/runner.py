@@ -27,7 +27,7 @@ from foretoken.core.backend import is_out_of_memory
 from foretoken.core.errors import ConfigError, ModelError, PassError, RequestError, nearest_name_hint
 from foretoken.core.passes import Pass
 from foretoken.core.token_tree import MAX_NODES
-from foretoken.decoder.slot_cache import GRANULE, SlotCache, affordable_rows
+from foretoken.decoder.slot_cache import GRANULE, SlotCache, affordable_rows, share_of_free
 from foretoken.models.borrowed import WeightWrites
 from foretoken.runner.costs import CostWatch, pass_costs
 from foretoken.runner.decoders import (
@@ -241,6 +241,9 @@ def _say_once(level: int, message: str) -> None:
         _log.log(level, "%s", message)
 
 
+# Of the memory for KV rows, at most, beside it: of states of recurrent layers inside texts. A choice: some 40 states of
+# Qwen3.5-35B-A3B (60 MiB each) beside 20 GiB.
+_SNAPSHOT_SHARE = 1 / 8
 _FEWER = "Decode fewer sequences at once (max_num_seqs of LLM, --batch-size)"
 
 
@@ -362,6 +365,9 @@ class Runner:
             num_rows=longest if shares_rows else None,
             num_positions=model.context_len if has_partial_texts else None,
         )
+        if self.cache.states is not None:
+            memory = share_of_free(model.device) if memory_bytes is None else memory_bytes
+            self.cache.states.snapshots.most_bytes = int(_SNAPSHOT_SHARE * memory)
 
     def draft_with(self, quantization: Quantization | None, head_tokens: Tensor | None = None) -> None:
         """Uses quantized copies of all matrices, or a part of the LM head; for draft models: the distribution changes.
@@ -451,6 +457,11 @@ class Runner:
     def copy_prefix(self, source: int, slot: int, length: int) -> None:
         """Copies the first `length` rows of slot `source` to `slot`; both texts begin with the same tokens."""
         self.cache.copy_rows(source, slot, length)
+
+    def keep_state(self, slot: int, length: int) -> None:
+        """Keeps the state of recurrent layers behind `length` tokens of a slot, where other texts begin."""
+        if self.cache.states is not None:
+            self.cache.states.keep(slot, length)
 
     def placed(self, work: Pass, num_drafted: int = 0) -> Pass:
         """Returns a pass with the places of its slots in the cache, for a decoder.

@@ -32,6 +32,7 @@ _HELP = {
     "generation_tokens": "Tokens written.",
     "prefix_cache_queries": "Prompt tokens that were looked for among the prefixes that slots hold.",
     "prefix_cache_hits": "Those of them that were found, and not read again.",
+    "prefix_cache_lost": "Those of them that were found and read again, for want of a state of recurrent layers.",
     "spec_decode_num_drafts": "Trees that were verified, one a sequence and pass.",
     "spec_decode_num_draft_tokens": "Nodes of these trees.",
     "spec_decode_num_accepted_tokens": "Drafted tokens that were accepted, without the target's own one of every pass.",

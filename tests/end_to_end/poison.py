@@ -22,6 +22,7 @@ from foretoken.drafters.head_drafter import HeadDrafter
 from foretoken.drafters.head_features import WaitingFeatures
 from foretoken.drafters.text_draft import TextDraftDrafter
 from foretoken.engine.sequence import Sequence, slot_of
+from foretoken.models.level_states import LayerStates
 
 
 def poison_target(engine: LLM, *, start: int = 0) -> None:
@@ -61,9 +62,10 @@ def poison_states(states: RecurrentStates, slot: int, start: int) -> None:
     def dead(at: _At) -> _At:
         return at if at.length <= start else at._replace(state=_nan(at.state))
 
-    snapshot, last = states._snapshots[slot], states._last[slot]
+    last, snapshots = states._last[slot], states.snapshots
     states._committed[slot] = dead(states._committed[slot])
-    states._snapshots[slot] = None if snapshot is None else dead(snapshot)
+    for length in [each for each in snapshots._lengths[slot] if each > start]:
+        snapshots.keep(slot, length, _nan(snapshots.find(slot, length)))
     if last is not None and last.length + len(last.parents) > start and not isinstance(last.states, _PartlyDead):
         states._last[slot] = last._replace(states=_PartlyDead(last, start))
 
@@ -72,15 +74,14 @@ def poison_inputs(states: RecurrentStates, decoder: Any) -> None:
     """NaN in the rows of blocks of the native kernels that no state needs, and in blocks that nobody uses."""
     model = decoder._described.structure
     alive: dict[int, tuple[StateBlock, set[int]]] = {}
-    for slot, last in enumerate(states._last):
-        known = [states._committed[slot], states._snapshots[slot]]
-        kept = [at.state for at in known if at is not None]
+    kept = [at.state for at in (*states._committed, *states.snapshots._kept.values())]
+    for last in states._last:
         if last is not None:
             nodes = range(last.first, last.first + len(last.parents))
             kept += [last.states.after(node) for node in nodes if last.states.is_kept(node)]
-        for state in kept:
-            if isinstance(state, NativeState) and isinstance(state.block, StateBlock):
-                alive.setdefault(id(state.block), (state.block, set()))[1].update(state.rows)
+    for state in kept:
+        if isinstance(state, NativeState) and isinstance(state.block, StateBlock):
+            alive.setdefault(id(state.block), (state.block, set()))[1].update(state.rows)
     layers = [model.layers[index].recurrent for index in range(model.num_layers)]
     for block, rows in alive.values():
         dead = torch.tensor([row not in rows for row in range(block.num_rows)], dtype=torch.bool)
@@ -116,7 +117,7 @@ def _nan(state: Any) -> Any:
         return state._replace(block=block)
     if state is None:
         return None
-    return {layer: LayerState(*map(_filled, each)) for layer, each in state.items()}
+    return LayerStates({layer: LayerState(*map(_filled, each)) for layer, each in state.items()})
 
 
 def _filled(part: Any) -> Any:

@@ -15,6 +15,7 @@ from foretoken.decoder.slot_cache import SlotCache
 from foretoken.drafters.base import Prefix
 from foretoken.engine.scheduler import Scheduler, SlotPool
 from foretoken.engine.sequence import Sequence as Decoded
+from foretoken.models.level_states import LayerStates
 
 
 class Mutant(NamedTuple):
@@ -81,7 +82,7 @@ def stale_window(commit: Commit) -> Any:
     right, wrong = commit.last.after(commit.path[-1] if commit.path else 0), last_node(commit)
     if isinstance(right, NativeState):
         return right._replace(rows=[max(0, row - 1) for row in right.rows])
-    return {layer: LayerState(wrong[layer].window, each.recurrent) for layer, each in right.items()}
+    return LayerStates({layer: LayerState(wrong[layer].window, each.recurrent) for layer, each in right.items()})
 
 
 def before_the_pass(commit: Commit) -> Any:

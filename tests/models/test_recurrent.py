@@ -20,7 +20,7 @@ from foretoken.core.passes import Pass
 from foretoken.core.token_tree import TokenTree, TreeRow
 from foretoken.decoder.recurrent_states import LayerState
 from foretoken.decoder.slot_cache import affordable_rows
-from foretoken.models.level_states import LevelStates
+from foretoken.models.level_states import LayerStates, LevelStates
 from foretoken.models.loading import wrap_model
 from foretoken.runner.decoders import probe_layer_shapes
 from foretoken.runner.runner import Runner
@@ -189,7 +189,7 @@ def _sibling(monkeypatch: pytest.MonkeyPatch) -> None:
 def _one_step_too_far(monkeypatch: pytest.MonkeyPatch) -> None:
     own = LevelStates.after
 
-    def wrong(states: LevelStates, node: int) -> dict[int, LayerState]:
+    def wrong(states: LevelStates, node: int) -> LayerStates:
         level, row = states.place[node]
         below = states.levels[level + 1].parents.tolist() if level + 1 < len(states.levels) else []
         return own(states, states.place.index((level + 1, below.index(row))) if row in below else node)
@@ -205,8 +205,9 @@ def before(states: LevelStates) -> dict[int, LayerState]:
 def _stale_window(monkeypatch: pytest.MonkeyPatch) -> None:
     own = LevelStates.after
 
-    def wrong(states: LevelStates, node: int) -> dict[int, LayerState]:
-        return {layer: each._replace(window=before(states)[layer].window) for layer, each in own(states, node).items()}
+    def wrong(states: LevelStates, node: int) -> LayerStates:
+        right, old = own(states, node), before(states)
+        return LayerStates({layer: each._replace(window=old[layer].window) for layer, each in right.items()})
 
     monkeypatch.setattr(LevelStates, "after", wrong)
 
@@ -214,10 +215,9 @@ def _stale_window(monkeypatch: pytest.MonkeyPatch) -> None:
 def _stale_recurrence(monkeypatch: pytest.MonkeyPatch) -> None:
     own = LevelStates.after
 
-    def wrong(states: LevelStates, node: int) -> dict[int, LayerState]:
-        return {
-            layer: each._replace(recurrent=before(states)[layer].recurrent) for layer, each in own(states, node).items()
-        }
+    def wrong(states: LevelStates, node: int) -> LayerStates:
+        right, old = own(states, node), before(states)
+        return LayerStates({layer: each._replace(recurrent=old[layer].recurrent) for layer, each in right.items()})
 
     monkeypatch.setattr(LevelStates, "after", wrong)
 
