@@ -59,6 +59,31 @@ def test_text_with_any_drafter_is_plain_decodings(architecture: str, name: str) 
     assert_same_text(llm.generate(PROMPTS, PARAMS), plain(architecture), [name] * len(PROMPTS), tolerance=1e-4)
 
 
+def accepted(llm: LLM) -> dict[str, float]:
+    """How often drafts were verified, and how many of their tokens were accepted."""
+    names = [f"vllm:spec_decode_num_{kind}" for kind in ("drafts", "draft_tokens", "accepted_tokens")]
+    return {each.name: each.value for each in llm.get_metrics() if each.name in names}
+
+
+@pytest.mark.parametrize("architecture", ["qwen3_5", "lfm2"])
+@pytest.mark.parametrize("name", CASES)
+def test_drafts_are_accepted_alike_on_both_runners(architecture: str, name: str) -> None:
+    """Heads read the features of recurrent layers, lookups nothing: as many tokens a pass, the same texts."""
+    target = tiny_model(architecture)
+    texts = known(architecture)
+    made = drafters(architecture, torch.float32)
+    made |= {each: head(each, architecture, steps=25, num_speculative_tokens=3) for each in ("eagle", "eagle3")}
+    outputs, counts = [], []
+    for runner in ("generic", "lean-native"):
+        llm = LLM(target, max_num_seqs=3, runner=runner, **made[name](texts))
+        outputs.append(llm.generate(PROMPTS, PARAMS))
+        counts.append(accepted(llm))
+    assert_same_text(*outputs, [name] * len(PROMPTS), tolerance=1e-4)
+    assert counts[0] == counts[1]
+    kind = "drafts" if name in {"ngram tree", "suffix tree"} else "accepted_tokens"  # random text hardly repeats itself
+    assert counts[0][f"vllm:spec_decode_num_{kind}"] > 0
+
+
 LONG = [3 + (5 * place) % 40 for place in range(30)]
 
 
