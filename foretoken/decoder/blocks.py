@@ -383,6 +383,11 @@ class Blocks(_Part):
         return [block for block in self.blocks if isinstance(block, Block)]
 
     @property
+    def mixers(self) -> list[ShortConvolution | LinearAttention]:
+        """The mixers of the blocks without attention."""
+        return [block.mixer for block in self.blocks if isinstance(block, RecurrentBlock)]
+
+    @property
     def hidden_size(self) -> int:
         """E."""
         return int(self.blocks[0].output.weight.shape[0])

@@ -24,6 +24,7 @@ from foretoken.decoder.arguments import (
 from foretoken.decoder.base import UnsuitableError
 from foretoken.decoder.blocks import Experts, FeedForward, LeanWeights, LinearAttention, Matrix, RecurrentBlock
 from foretoken.decoder.memory import Described, HeldMemory, has_memory, is_plain, lost_memory, use_huge_pages
+from foretoken.decoder.native_states import mixer_floats
 from foretoken.decoder.panels import whole_panels
 from foretoken.decoder.quantized import Quantization, QuantizedMatrix, bytes_per_weight, matrix_struct, quantized
 from foretoken.decoder.quantized_modules import QuantizedLinear, quantized_parts
@@ -36,7 +37,6 @@ if TYPE_CHECKING:
 
 _ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "gelu": 2}
 _NORMS = {"rms": 0, "layer": 1}
-_STATE_COLUMNS = 16  # of a state, side by side; `kTile` of the kernels
 _MOST_TAPS = 8  # `kMostTaps` of the kernels
 _ANY_POSITION = 1 << 62  # bound of positions if no layer looks them up; above every context
 
@@ -195,8 +195,7 @@ class NativeModel(Described):
         projection = self._matrix("in_proj", mixer.projection, 3 * channels, self._hidden)
         return RecurrentArguments(
             kind=1, inputs=(MatrixStruct * MOST_INPUTS)(projection), num_inputs=1,
-            width=3 * channels, row_at=row, gate_at=gate, factor_at=factor,
-            **self._convolution(mixer.convolution, row_size=channels, state_size=0),
+            width=3 * channels, row_at=row, gate_at=gate, factor_at=factor, **self._convolution(mixer),
         )  # fmt: skip
 
     def _linear_attention(self, mixer: LinearAttention) -> RecurrentArguments:
@@ -212,24 +211,21 @@ class NativeModel(Described):
         width, places = sum(each.rows for each in inputs), None
         if mixer.places is not None:
             places = self._address_of("the places of projections", mixer.places, (width,), torch.int32)
-        is_delta, channels = mixer.beta_scale != 0.0, int(mixer.convolution.weight.shape[0])
         vectors = {"decay": mixer.decay, "step_bias": mixer.step_bias, "skip": mixer.skip}
-        state = heads * key_dim * -(-value_dim // _STATE_COLUMNS) * _STATE_COLUMNS
         return RecurrentArguments(
-            kind=2 if is_delta else 3, inputs=(MatrixStruct * MOST_INPUTS)(*inputs), num_inputs=len(inputs),
+            kind=2 if mixer.beta_scale else 3, inputs=(MatrixStruct * MOST_INPUTS)(*inputs), num_inputs=len(inputs),
             width=width, places=places, row_at=mixer.columns[0], gate_at=mixer.columns[1],
             query_at=mixer.channels[0], key_at=mixer.channels[1], value_at=mixer.channels[2],
             key_heads=mixer.num_key_heads, heads=heads, key_dim=key_dim, value_dim=value_dim,
             norm_size=mixer.norm_size, gates_first=mixer.gates_first, beta_scale=mixer.beta_scale,
             norm=self._norm("the norm of a recurrent layer", mixer.norm, heads * value_dim),
             **{name: self._copied(name, each, heads) for name, each in vectors.items() if each is not None},
-            **self._convolution(
-                mixer.convolution, row_size=channels + heads * (2 if is_delta else 1), state_size=state
-            ),
+            **self._convolution(mixer),
         )  # fmt: skip
 
-    def _convolution(self, convolution: described.Convolution, *, row_size: int, state_size: int) -> dict[str, Any]:
+    def _convolution(self, mixer: described.ShortConvolution | LinearAttention) -> dict[str, Any]:
         """Describes the weights of a convolution, and a layer's part of a block of states."""
+        convolution, (state_size, row_size) = mixer.convolution, mixer_floats(mixer)
         channels, taps = convolution.weight.shape
         if not 2 <= taps <= _MOST_TAPS or self._window not in (0, taps - 1):
             raise UnsuitableError(

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from foretoken.core.errors import PassError
+from foretoken.decoder.blocks import LinearAttention
 from foretoken.decoder.recurrent_states import kept_nodes
 
 if TYPE_CHECKING:
@@ -25,9 +26,34 @@ if TYPE_CHECKING:
 
     from foretoken.core.passes import Pass
     from foretoken.decoder.arguments import Model, PassArguments
+    from foretoken.decoder.blocks import ShortConvolution
     from foretoken.decoder.recurrent_states import RecurrentStates, Start
 
 _MOST_IDLE = 4  # blocks; a choice: a slot takes turns with two or three
+_STATE_COLUMNS = 16  # of a state, side by side; `kTile` of the kernels
+
+
+def mixer_floats(mixer: ShortConvolution | LinearAttention) -> tuple[int, int]:
+    """Returns the floats of a recurrent layer in a block: of its states, and of a row of its inputs."""
+    channels = int(mixer.convolution.weight.shape[0])
+    if not isinstance(mixer, LinearAttention):
+        return 0, channels
+    columns = -(-mixer.value_dim // _STATE_COLUMNS) * _STATE_COLUMNS
+    gates = 2 if mixer.beta_scale else 1
+    return mixer.num_heads * mixer.key_dim * columns, channels + mixer.num_heads * gates
+
+
+def state_bytes(mixers: Sequence[ShortConvolution | LinearAttention], num_slots: int, num_nodes: int) -> int:
+    """Returns the bytes of the blocks of all slots: before a pass over `num_nodes` nodes each, and after it."""
+    return (2 * num_slots + _MOST_IDLE) * block_bytes(mixers, num_nodes)
+
+
+def block_bytes(mixers: Sequence[ShortConvolution | LinearAttention], num_rows: int) -> int:
+    """Returns the bytes of a block with `num_rows` rows of inputs."""
+    sizes = [mixer_floats(mixer) for mixer in mixers]
+    window = max(int(mixer.convolution.weight.shape[1]) for mixer in mixers) - 1
+    floats = sum(state + (window + num_rows) * row for state, row in sizes)
+    return floats * torch.float32.itemsize
 
 
 class StateMemory:

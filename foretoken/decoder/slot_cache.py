@@ -413,17 +413,11 @@ def affordable_rows(
     device: torch.device,
     memory_bytes: int | None = None,
     is_rounded: bool = False,
-    num_states: int = 0,
 ) -> int:
-    """Returns the number of cache rows of all slots that fit into `memory_bytes`; None for half of the free memory.
-
-    `num_states`: states of recurrent layers that lie beside the rows.
-    """
+    """Returns the number of cache rows of all slots that fit into `memory_bytes`; None for half of the free memory."""
     widths = [(s.num_heads, width) for s in shapes for width in (s.key_width, s.value_width)]
     row_bytes = sum(heads * (width + _SCALE if is_rounded else width * dtype.itemsize) for heads, width in widths)
-    states = [part for shape in shapes for part in shape.state or () if part is not None]
     left = share_of_free(device) if memory_bytes is None else memory_bytes
-    left -= num_states * sum(part.nbytes for part in states)
     return max(left, 0) // max(row_bytes, 1)  # 0 bytes without attention
 
 

@@ -9,10 +9,11 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from contextlib import suppress
 from functools import cache, partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,6 +25,8 @@ from foretoken.decoder.cuda_graphs import GraphDecoder
 from foretoken.decoder.library import kernels_version
 from foretoken.decoder.native import NativeDecoder
 from foretoken.decoder.native_linear import HeadRows
+from foretoken.decoder.native_states import block_bytes
+from foretoken.decoder.native_states import state_bytes as native_state_bytes
 from foretoken.decoder.slot_cache import LayerShape
 from foretoken.decoder.torch_blocks import StockDecoder
 from foretoken.files.user_cache import KeptEntries
@@ -89,6 +92,33 @@ def probe_layer_shapes(model: Any) -> list[LayerShape]:
             )
         shapes.append(LayerShape(num_heads, *widths, state))
     return shapes
+
+
+class StateBytes(NamedTuple):
+    """Bytes of the states of recurrent layers: of all slots, and of a snapshot."""
+
+    slots: int = 0
+    snapshot: int = 0
+
+
+def state_bytes(
+    model: LoadedModel, shapes: Sequence[LayerShape], runner: str, *, num_slots: int, max_nodes: int
+) -> StateBytes:
+    """Returns what the states of a model take, before its decoder is made.
+
+    The native kernels make states of each tree's root and store the inputs of its nodes; `generic` has a state of every
+    node. `runner`: a decoder, or a way to choose one.
+    """
+    parts = [part for shape in shapes for part in shape.state or () if part is not None]
+    if not parts:
+        return StateBytes()
+    is_native = runner not in DECODERS or runner == NativeDecoder.name
+    if is_native and NativeDecoder.runs(model.device, model.dtype):
+        with suppress(UnsuitableError):
+            mixers = read_weights(model, 1).layers.mixers
+            return StateBytes(native_state_bytes(mixers, num_slots, max_nodes), block_bytes(mixers, 1))
+    state = sum(part.nbytes for part in parts)
+    return StateBytes(num_slots * (max_nodes + 2) * state, state)
 
 
 LEAN: dict[str, Callable[[LeanWeights, SlotCache, Sequence[Tap]], Decoder]] = {

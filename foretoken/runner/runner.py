@@ -28,6 +28,7 @@ from foretoken.core.errors import ConfigError, ModelError, PassError, RequestErr
 from foretoken.core.passes import Pass
 from foretoken.core.token_tree import MAX_NODES
 from foretoken.decoder.slot_cache import GRANULE, SlotCache, affordable_rows, share_of_free
+from foretoken.decoder.state_snapshots import SPACING
 from foretoken.models.borrowed import WeightWrites
 from foretoken.runner.costs import CostWatch, pass_costs
 from foretoken.runner.decoders import (
@@ -38,6 +39,7 @@ from foretoken.runner.decoders import (
     drafting_decoder,
     layer_shapes,
     proven_decoder,
+    state_bytes,
 )
 from foretoken.runner.self_test import NUM_ROWS
 
@@ -241,9 +243,10 @@ def _say_once(level: int, message: str) -> None:
         _log.log(level, "%s", message)
 
 
-# Of the memory for KV rows, at most, beside it: of states of recurrent layers inside texts. A choice: some 40 states of
+# Of the memory for KV rows, at most: of states of recurrent layers inside texts. A choice: some 40 states of
 # Qwen3.5-35B-A3B (60 MiB each) beside 20 GiB.
 _SNAPSHOT_SHARE = 1 / 8
+_MORE_SNAPSHOTS = 4  # of a slot, beside those inside a long prompt; a choice: of a few turns and common beginnings
 _FEWER = "Decode fewer sequences at once (max_num_seqs of LLM, --batch-size)"
 
 
@@ -300,8 +303,9 @@ class Runner:
         self.max_nodes = min(max_nodes, MAX_NODES)
         self.prefill_chunk = prefill_chunk
         self._make_cache(
-            num_slots, context_len, kv_cache_memory_bytes, shares_rows=shares_rows, has_partial_texts=has_partial_texts
-        )
+            num_slots, context_len, kv_cache_memory_bytes, runner=runner, shares_rows=shares_rows,
+            has_partial_texts=has_partial_texts,
+        )  # fmt: skip
         self.last_position = min(model.context_len, self.cache.num_positions) - 1
         self._taps = tuple(taps)
         self.quantization: Quantization | None = None  # of quantized copies of the weights
@@ -329,6 +333,7 @@ class Runner:
         context_len: int | None,
         memory_bytes: int | None,
         *,
+        runner: str,
         shares_rows: bool,
         has_partial_texts: bool,
     ) -> None:
@@ -338,10 +343,12 @@ class Runner:
         kinds: dict[str, Any] = {
             "dtype": model.dtype, "device": model.device, "is_rounded": model.kv_cache_dtype == "int8",
         }  # fmt: skip
-        # A slot has the committed state, one before its prompt's last token, and those of the nodes of its last pass.
-        num_states = num_slots * (self.max_nodes + 2)
-        rows = affordable_rows(shapes, memory_bytes=memory_bytes, num_states=num_states, **kinds)
         wanted = min(context_len or model.context_len, model.context_len)
+        memory = share_of_free(model.device) if memory_bytes is None else memory_bytes
+        states = state_bytes(model, shapes, runner, num_slots=num_slots, max_nodes=self.max_nodes)
+        most = num_slots * (wanted // SPACING + _MORE_SNAPSHOTS) * states.snapshot
+        snapshot_bytes = min(int(_SNAPSHOT_SHARE * memory), most)
+        rows = affordable_rows(shapes, memory_bytes=memory - states.slots - snapshot_bytes, **kinds)
         has_states = any(shape.state is not None for shape in shapes)  # they are kept by slot, not by place
         shares_rows = shares_rows and rows < num_slots * (wanted + self.max_nodes) and not has_states
         longest = rows // GRANULE * GRANULE if shares_rows else rows // num_slots
@@ -366,8 +373,7 @@ class Runner:
             num_positions=model.context_len if has_partial_texts else None,
         )
         if self.cache.states is not None:
-            memory = share_of_free(model.device) if memory_bytes is None else memory_bytes
-            self.cache.states.snapshots.most_bytes = int(_SNAPSHOT_SHARE * memory)
+            self.cache.states.snapshots.most_bytes = snapshot_bytes
 
     def draft_with(self, quantization: Quantization | None, head_tokens: Tensor | None = None) -> None:
         """Uses quantized copies of all matrices, or a part of the LM head; for draft models: the distribution changes.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -15,8 +16,10 @@ from foretoken.core.errors import ModelError
 from foretoken.core.passes import Pass
 from foretoken.core.token_tree import TokenTree, TreeRow
 from foretoken.decoder.library import set_num_threads
-from foretoken.decoder.native_states import NativeState, StateMemory, _settled
+from foretoken.decoder.native_states import NativeState, StateMemory, _settled, block_bytes
+from foretoken.models.lean_weights import read_weights
 from foretoken.models.loading import wrap_model
+from foretoken.runner.decoders import probe_layer_shapes, state_bytes
 from foretoken.runner.runner import Runner
 
 ARCHITECTURES = (
@@ -128,6 +131,36 @@ def test_threads_change_no_bit(threads: int) -> None:
     finally:
         set_num_threads(2)
     assert all(map(torch.equal, found, expected))
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_blocks_are_as_large_as_counted(architecture: str) -> None:
+    """Before a decoder exists; two blocks of a slot with the inputs of a tree, and four for the next passes."""
+    runner = native(architecture)
+    weights = read_weights(runner.model, 1).layers
+    model = runner.decoder._described.structure
+    assert block_bytes(weights.mixers, 11) == 4 * (model.state_size + (model.window + 11) * model.row_size)
+    shapes = probe_layer_shapes(runner.model.module)
+    counted = state_bytes(runner.model, shapes, "auto", num_slots=3, max_nodes=11)
+    assert counted == (10 * block_bytes(weights.mixers, 11), block_bytes(weights.mixers, 1))
+    allocated = Counter[int]()
+    runner = Runner(runner.model, num_slots=3, max_nodes=11, runner="lean-native")
+    runner.decoder._state_memory = memory = StateMemory()
+    take = memory.take
+    memory.take = lambda size: allocated.update([0]) or take(size)  # type: ignore[method-assign]
+    prompts = [random_tokens(random.Random(slot), 15) for slot in range(3)]
+    for slot, prompt in enumerate(prompts):
+        prefill(runner, slot, prompt)
+    tree = TokenTree.from_rows([random_tree(random.Random(slot), 11) for slot in range(3)])
+    for at in range(5):
+        runner.verify(range(3), [15 + at] * 3, tree)
+        runner.commit(range(3), [15 + at] * 3, [[]] * 3)
+    states = runner.cache.states
+    assert states is not None
+    alive = {id(each.state.block): each.state.block.tensor.nbytes for each in states._committed}
+    idle = [each.nbytes for each in memory._idle]
+    assert sum(alive.values()) + sum(idle) <= counted.slots
+    assert (len(alive), allocated[0]) == (3, 3 + 5 * 3)
 
 
 def test_what_a_pass_settles() -> None:

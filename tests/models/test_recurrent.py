@@ -19,11 +19,11 @@ from foretoken.core.errors import ConfigError, ModelError, PassError
 from foretoken.core.passes import Pass
 from foretoken.core.token_tree import TokenTree, TreeRow
 from foretoken.decoder.recurrent_states import LayerState
-from foretoken.decoder.slot_cache import affordable_rows
 from foretoken.models.level_states import LayerStates, LevelStates
 from foretoken.models.loading import wrap_model
-from foretoken.runner.decoders import probe_layer_shapes
+from foretoken.runner.decoders import probe_layer_shapes, state_bytes
 from foretoken.runner.runner import Runner
+from foretoken.runner.self_test import NUM_ROWS
 
 # Relative error of logits, as `FLOAT32_TOLERANCE`; the chunked form of an ordinary forward adds in another order.
 # At most 1e-5 is measured; the mutants below give 1e-2 and more.
@@ -283,15 +283,21 @@ def test_recurrent_draft_models_are_refused(tmp_path: Path) -> None:
 
 
 def test_states_are_part_of_the_memory_of_the_cache() -> None:
-    """Two states of a slot and one of each node, which a state's copy does not keep."""
+    """On `generic` two states of a slot and one of each node, which a state's copy does not keep; snapshots beside."""
     model = wrap_model(tiny_model("qwen3_5"), name="tiny")
     shapes = probe_layer_shapes(model.module)
     state = sum(part.nbytes for shape in shapes for part in shape.state or () if part is not None)
-    kinds = {"dtype": model.dtype, "device": model.device}
+    assert state_bytes(model, shapes, "generic", num_slots=2, max_nodes=12) == (28 * state, state)
+    assert state_bytes(model, probe_layer_shapes(tiny_model("llama")), "auto", num_slots=2, max_nodes=12) == (0, 0)
     row = 2 * 2 * 8 * 4  # keys and values of one layer, two heads, eight numbers of four bytes
-    assert affordable_rows(shapes, memory_bytes=100 * row + 7 * state, num_states=7, **kinds) == 100
+    memory = (28 * state + 2 * (NUM_ROWS + 12) * row) * 8 // 7 + 8  # an eighth is for snapshots
+    options: dict[str, Any] = {"num_slots": 2, "max_nodes": 12, "kv_cache_memory_bytes": memory}
+    cut = Runner(model, runner="generic", **options)
+    assert cut.context_len == NUM_ROWS
+    assert cut.cache.states is not None
+    assert cut.cache.states.snapshots.most_bytes == min(memory // 8, 2 * 4 * state)
     with pytest.raises(ModelError, match=r"there is no memory for the KV cache of 'tiny', 2 sequences"):
-        Runner(model, num_slots=2, max_nodes=12, kv_cache_memory_bytes=28 * state)
+        Runner(model, runner="generic", **options | {"kv_cache_memory_bytes": memory - 4 * row})
     runner = Runner(model, num_slots=2, max_nodes=12, runner="generic")
     prefill(runner, 0, [1, 2, 3])
     runner.verify([0], [3], TokenTree.from_rows([TreeRow([5, 6, 7, 8], [-1, 0, 0, 0])]))
