@@ -5,12 +5,14 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
 from pairwise import slow_products
 from tiny_models import ARCHITECTURES, LEAN_ARCHITECTURES, VOCAB_SIZE, tiny_model
 
+from foretoken.core.passes import Pass
 from foretoken.core.token_tree import TokenTree, TreeRow
 from foretoken.decoder.base import PassOutput
 from foretoken.models.loading import wrap_model
@@ -160,3 +162,59 @@ def by_path(reference: Callable[[list[int]], torch.Tensor], before: Round, row: 
         values = reference([*prompt, *(tokens[node] for node in path)])
         nodes |= dict(zip(path, values[len(prompt) :], strict=True))
     return torch.stack([nodes[node] for node in range(len(nodes))])
+
+
+def grow(runner: Runner, *, seed: int = 0, rounds: int = 3) -> list[tuple[list[int], torch.Tensor]]:
+    """Drafts as a draft model does: random trees grow by a few nodes a pass, and a random path is kept.
+
+    Between two trees, none, one or two tokens are fed as a chain.
+
+    Args:
+        runner: With the slots `SLOTS`.
+        seed: Of prompts, trees, paths and tokens.
+        rounds: Trees.
+
+    Returns:
+        Texts that end with a node of a tree, and the node's logits, (V,).
+    """
+    rng = random.Random(seed)
+    texts, found = prompts(seed), []
+    for slot, tokens in zip(SLOTS, texts, strict=True):
+        prefill(runner, slot, tokens, runner.prefill_chunk)
+    for round_ in range(rounds):
+        lengths = [len(text) for text in texts]
+        if round_ % 3:
+            chains = [random_tokens(rng, round_ % 3) for _ in SLOTS]
+            texts = [[*text, *chain] for text, chain in zip(texts, chains, strict=True)]
+            runner.run(Pass.of_chains(chains, slots=SLOTS, prefix_lens=lengths, has_last_logits=True))
+            lengths = [len(text) for text in texts]
+        parents = [[rng.randrange(-1, node) for node in range(8)] for _ in SLOTS]
+        tokens = [random_tokens(rng, 8) for _ in SLOTS]
+        paths: list[list[list[int]]] = [[] for _ in SLOTS]
+        for own, above in zip(paths, parents, strict=True):
+            for node, parent in enumerate(above):
+                own.append([*(own[parent] if parent >= 0 else ()), node])
+        fed = [0] * len(SLOTS)
+        for left in (2, 1, 0):  # passes that follow
+            ends = [rng.randrange(before + 1, 9 - left) if left else 8 for before in fed]
+            counts = [end - before for end, before in zip(ends, fed, strict=True)]
+            depths = [[len(path) - 1 for path in own[:end]] for own, end in zip(paths, ends, strict=True)]
+            new_tokens = [own[at:end] for own, at, end in zip(tokens, fed, ends, strict=True)]
+            work = Pass(
+                tokens=torch.tensor([each for own in new_tokens for each in own]),
+                positions=torch.tensor([lengths[row] + each for row, own in enumerate(depths) for each in own]),
+                parents=torch.tensor([each for above, end in zip(parents, ends, strict=True) for each in above[:end]]),
+                slots=SLOTS, prefix_lens=lengths, offsets=[0, *accumulate(counts)], num_earlier=fed,
+                logit_rows=torch.arange(sum(counts)),
+            )  # fmt: skip
+            logits = runner.run(work).logits
+            assert logits is not None
+            for row, new in enumerate(logits.split(counts)):
+                for node, each in enumerate(new, fed[row]):
+                    found.append(([*texts[row], *(tokens[row][at] for at in paths[row][node])], each))
+            fed = ends
+        for row, slot in enumerate(SLOTS):
+            kept = rng.choice([[], *paths[row]])
+            runner.cache.keep_nodes(slot, lengths[row], kept)
+            texts[row] = [*texts[row], *(tokens[row][node] for node in kept)]
+    return found

@@ -106,7 +106,7 @@ class PassArguments(Structure):
         *((name, c_void_p) for name in (
             "tokens", "inputs", "sides", "positions", "parents", "slots", "prefix", "starts", "node_starts",
             "logit_rows", "logits", "inverse_temperature", "seeds", "impossible_ids", "chosen",
-            "attention_rows", "attention", "taps", "states_from", "states_to", "rows_from", "replayed", "replay_starts",
+            "attention_rows", "attention", "taps", "states_from", "states_to", "rows_to", "known", "known_starts",
             "settled",
         )),
         ("num_impossible", c_int64),

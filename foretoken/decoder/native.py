@@ -104,7 +104,7 @@ class NativeBlocks:
         self._tap_indices = (c_int64 * len(self._taps))(*self._taps)
         self._described = NativeModel(layers, ends, cache, quantization)  # keeps the structure's tensors alive
         self._num_bytes: dict[tuple[int, ...], int] = {}  # of workspaces
-        self._states, self._state_memory = cache.states, StateMemory()
+        self._states, self._state_memory = cache.states, StateMemory.of_decoder()
 
     @property
     def num_logits(self) -> int:

@@ -1,9 +1,9 @@
 """The states of recurrent layers in passes of the native kernels: blocks of memory, and tokens to compute again.
 
-A block has the states of all layers behind some tokens, and the inputs of the tokens behind them: of a tree, all nodes.
-A state for every node would take a hundred times as much memory. So the state behind a node is a block and the rows of
-the tokens on the way to the node; the next pass computes these again, and makes a block of its own. See
-`kernels/recurrent.h`.
+A block has the states of all layers behind some tokens. Of each token behind these, a row has what the layers keep: of
+a tree, every node has a row. A state for every node would take a hundred times as much memory. So the state behind a
+node is a block and the rows of the tokens on the way to the node; the next pass computes these again, and makes a block
+of its own. A pass over a level of a tree makes rows alone. See `kernels/recurrent.h`.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from foretoken.decoder.recurrent_states import RecurrentStates, Start
 
 _MOST_IDLE = 4  # blocks; a choice: a slot takes turns with two or three
+_MOST_IDLE_ROWS = 16  # blocks without states; a choice: a draft makes one for each level
 _STATE_COLUMNS = 16  # of a state, side by side; `kTile` of the kernels
 
 
@@ -59,8 +60,13 @@ def block_bytes(mixers: Sequence[ShortConvolution | LinearAttention], num_rows: 
 class StateMemory:
     """Memory of blocks that nobody uses any more, for the next ones: pages of new memory are slow to touch."""
 
-    def __init__(self) -> None:
-        self._idle: deque[Tensor] = deque(maxlen=_MOST_IDLE)
+    def __init__(self, most_idle: int) -> None:
+        self._idle: deque[Tensor] = deque(maxlen=most_idle)
+
+    @classmethod
+    def of_decoder(cls) -> tuple[StateMemory, StateMemory]:
+        """Returns memory for blocks with states, and for rows alone."""
+        return cls(_MOST_IDLE), cls(_MOST_IDLE_ROWS)
 
     def take(self, size: int) -> Tensor:
         """Returns at least `size` floats, at most twice as many; raises `PassError` without memory for them."""
@@ -80,26 +86,49 @@ class StateMemory:
 
 
 class StateBlock:
-    """States of all layers and `num_rows` rows of inputs, see `Pass` in `kernels/interface.h`; never changed."""
+    """The states of all layers if there are any, then `num_rows` rows; never changed once a pass has made them.
 
-    def __init__(self, model: Model, num_rows: int, memory: StateMemory) -> None:
-        self._memory, self.num_rows = memory, num_rows
-        self.tensor = memory.take(model.state_size + (model.window + num_rows) * model.row_size)
+    Attributes:
+        tensor: States, the rows of the window, and the other rows; see `Pass` in `kernels/interface.h`.
+        first_row: Address of the first of the other rows.
+    """
+
+    def __init__(self, model: Model, num_rows: int, memory: StateMemory, *, has_states: bool) -> None:
+        self._memory = memory
+        self._row_bytes: int = 4 * model.row_size
+        first = model.state_size + model.window * model.row_size if has_states else 0
+        self.tensor = memory.take(first + num_rows * model.row_size)
+        self.first_row: int = self.tensor.data_ptr() + 4 * first
+
+    def row(self, index: int) -> int:
+        """Returns the address of a row."""
+        return self.first_row + index * self._row_bytes
 
     def __del__(self) -> None:
         if hasattr(self, "tensor"):
             self._memory.give_back(self.tensor)
 
 
-class NativeState(NamedTuple):
-    """The state of a block after the tokens of some of its rows."""
+class NodeRow(NamedTuple):
+    """The row of a token."""
 
     block: StateBlock
-    rows: Sequence[int]
+    place: int
+
+
+class NativeState(NamedTuple):
+    """The state of a block, None before any text, after the tokens of some rows."""
+
+    block: StateBlock | None
+    rows: Sequence[NodeRow]
 
     def tensors(self) -> Sequence[Tensor]:
         """See `foretoken.decoder.state_snapshots.State`."""
-        return [self.block.tensor]
+        blocks = [*(() if self.block is None else (self.block,)), *(row.block for row in self.rows)]
+        return [block.tensor for block in dict.fromkeys(blocks)]
+
+
+_EMPTY = NativeState(None, ())
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,50 +137,70 @@ class NativeStates:
 
     Attributes:
         starts: Of each sequence.
-        blocks: Of each sequence, made by the pass.
-        settled: Of each sequence, the first nodes, which no later pass computes again.
+        behind: Of each sequence, where the rows of its nodes begin: the block that the pass makes, or where the
+            sequence begins if it makes none.
+        made: Of each sequence, the memory that the pass writes.
+        settled: Of each sequence, how many first nodes no later pass computes again.
+        rows: Of all other nodes of each sequence, those of earlier passes too.
         offsets: S + 1, the first node of each sequence.
         parents: Of each node, see `Pass`.
         held: What must outlive the call of the kernels.
     """
 
     starts: Sequence[Start]
-    blocks: Sequence[StateBlock]
+    behind: Sequence[NativeState]
+    made: Sequence[StateBlock]
     settled: Sequence[int]
+    rows: Sequence[Sequence[NodeRow]]
     offsets: Sequence[int]
     parents: Sequence[int]
     held: list[Any] = field(default_factory=list)
 
     @classmethod
-    def of(cls, work: Pass, model: Model, slots: RecurrentStates, memory: StateMemory) -> NativeStates:
+    def of(
+        cls, work: Pass, model: Model, slots: RecurrentStates, memory: tuple[StateMemory, StateMemory]
+    ) -> NativeStates:
         """Makes blocks for a pass; raises `PassError` as `RecurrentStates.begin`, and without memory for them."""
         starts, parents, kept = slots.begin(work), work.parents.tolist(), kept_nodes(work)
-        settled = [_settled(parents[first:end], first, kept) for first, end in pairwise(work.offsets)]
-        blocks = [
-            StateBlock(model, end - first - count, memory)
-            for (first, end), count in zip(pairwise(work.offsets), settled, strict=True)
-        ]
-        return cls(starts, blocks, settled, work.offsets, parents)
+        is_level, (for_states, for_rows) = work.num_earlier is not None, memory
+        behind, made, settled, rows = list[NativeState](), list[StateBlock](), list[int](), list[list[NodeRow]]()
+        for row, (first, end) in enumerate(pairwise(work.node_offsets)):
+            start, num_tokens = starts[row], work.offsets[row + 1] - work.offsets[row]
+            settled.append(0 if is_level else _settled(parents[first:end], first, kept))
+            num_rows = num_tokens - settled[-1]
+            block = StateBlock(model, num_rows, for_rows if is_level else for_states, has_states=not is_level)
+            earlier: Sequence[NodeRow] = ()
+            if isinstance(start.earlier, NativeStates):
+                earlier = start.earlier.rows_of(start.first, end - first - num_tokens)
+            rows.append([*earlier, *(NodeRow(block, place) for place in range(num_rows))])
+            behind.append((start.state or _EMPTY) if is_level else NativeState(block, ()))
+            made.append(block)
+        return cls(starts, behind, made, settled, rows, work.node_offsets, parents)
 
     @property
     def num_replayed(self) -> int:
-        """Tokens that the pass computes again."""
-        return sum(len(start.state.rows) for start in self.starts if start.state is not None)
+        """Tokens before the nodes that the pass computes again."""
+        return sum(len((start.state or _EMPTY).rows) for start in self.starts)
 
     def put_into(self, arguments: PassArguments) -> None:
         """Sets the arguments of the kernels."""
-        num = len(self.blocks)
-        states: list[NativeState | None] = [start.state for start in self.starts]
-        rows = [() if state is None else state.rows for state in states]
-        blocks = [None if state is None else state.block for state in states]
+        num = len(self.made)
+        begins = [start.state or _EMPTY for start in self.starts]
+        known = [
+            [each.block.row(each.place) for each in (*state.rows, *rows) if each.block is not made]
+            for state, rows, made in zip(begins, self.rows, self.made, strict=True)
+        ]
         arrays: dict[str, Array[Any]] = {
-            "states_from": (c_void_p * num)(*(None if block is None else block.tensor.data_ptr() for block in blocks)),
-            "states_to": (c_void_p * num)(*(block.tensor.data_ptr() for block in self.blocks)),
-            "rows_from": (c_int64 * num)(*(0 if block is None else block.num_rows for block in blocks)),
-            "replayed": (c_int64 * self.num_replayed)(*(row for each in rows for row in each)),
-            "replay_starts": (c_int64 * (num + 1))(*accumulate(map(len, rows), initial=0)),
+            "states_from": (c_void_p * num)(*map(_address, begins)),
+            "states_to": (c_void_p * num)(*(
+                _address(state) if state.block is made else None
+                for state, made in zip(self.behind, self.made, strict=True)
+            )),
+            "rows_to": (c_void_p * num)(*(made.first_row for made in self.made)),
+            "known": (c_void_p * sum(map(len, known)))(*(row for each in known for row in each)),
+            "known_starts": (c_int64 * (num + 1))(*accumulate(map(len, known), initial=0)),
             "settled": (c_int64 * num)(*self.settled),
-        }
+        }  # fmt: skip
         self.held.extend(arrays.values())
         for name, array in arrays.items():
             setattr(arguments, name, addressof(array))
@@ -164,16 +213,26 @@ class NativeStates:
     def after(self, node: int) -> NativeState:
         """See `PassStates`."""
         row, index = self._place(node)
+        block, before = self.behind[row]
         path = []
         while index >= self.settled[row]:
-            path.append(index - self.settled[row])
+            path.append(self.rows[row][index - self.settled[row]])
             index = self.parents[self.offsets[row] + index]
-        return NativeState(self.blocks[row], path[::-1])
+        return NativeState(block, [*before, *path[::-1]])
+
+    def rows_of(self, first: int, count: int) -> Sequence[NodeRow]:
+        """Returns the rows of the first nodes of a sequence, which begins at node `first`; none of them is settled."""
+        row, _ = self._place(first)
+        return self.rows[row][:count]
 
     def _place(self, node: int) -> tuple[int, int]:
         """Returns the sequence of a node, and its index there."""
         row = next(row for row, end in enumerate(self.offsets[1:]) if node < end)
         return row, node - self.offsets[row]
+
+
+def _address(state: NativeState) -> int | None:
+    return None if state.block is None else state.block.tensor.data_ptr()
 
 
 def _settled(parents: Sequence[int], first: int, kept: set[int]) -> int:

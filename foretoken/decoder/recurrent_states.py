@@ -4,6 +4,8 @@ Keys and values of a rejected token are never read again. A recurrent state has 
 committed state of a slot alone, and knows a state behind every node that may be accepted. A commit keeps the state of
 the last accepted node. Prompt chunks need no commit: the next pass of their slot begins behind them.
 
+A draft model expands its tree in several passes over the same prefix. Each knows the states of the nodes before.
+
 What a state is, the decoder knows: tensors of every layer (`foretoken.models.recurrent`), or a state and the inputs of
 the tokens behind it (`foretoken.decoder.native_states`). None is the state before any text. States are never changed.
 So slots share them, and a failed pass is repeated from the same state.
@@ -84,8 +86,10 @@ def kept_nodes(work: Pass) -> set[int]:
     """Returns the nodes of a pass, by their place among all nodes, behind which a state is needed.
 
     Nodes of trees that need logits may be accepted; of scored prompts they are not. Of a prompt, another text may begin
-    behind or before the last token.
+    behind or before the last token. Where a tree is expanded in several passes, later nodes may begin behind any node.
     """
+    if work.num_earlier is not None:
+        return set(range(work.node_offsets[-1]))
     ends = work.node_offsets[1:]
     kept = {node for start, end in pairwise(work.node_offsets) for node in (end - 2, end - 1) if node >= start}
     if work.logit_rows is None or work.is_causal:
@@ -97,12 +101,16 @@ def kept_nodes(work: Pass) -> set[int]:
 
 
 class _LastPass(NamedTuple):
-    """The last pass of a slot: its nodes begin behind `length` tokens, and at node `first` of the whole pass."""
+    """The last pass of a slot: its nodes begin behind `length` tokens, and at node `first` of the whole pass.
+
+    `is_level`: whether later passes may go on with its nodes.
+    """
 
     length: int
     parents: Sequence[int]
     first: int
     states: PassStates
+    is_level: bool
 
     def ends_at(self, length: int) -> bool:
         """Whether the first nodes are a chain that ends behind `length` tokens, with a kept state."""
@@ -126,13 +134,18 @@ _EMPTY = _At(0, None)
 
 
 class RecurrentStates:
-    """The states of all slots: the committed one, those of the last pass, and snapshots."""
+    """The states of all slots: the committed one, the one before its last token, those of the last pass, and snapshots.
+
+    A draft model feeds the last token again if its draft was discarded. The state before that token is known if the
+    token was fed alone or in a chain.
+    """
 
     def __init__(self, empty: dict[int, LayerState], *, num_slots: int) -> None:
         """Begins without any text; `empty` are the states before the first token, by layer."""
         self.empty = empty
         self.snapshots = Snapshots(num_slots)
         self._committed = [_EMPTY] * num_slots
+        self._before: list[_At | None] = [None] * num_slots
         self._last: list[_LastPass | None] = [None] * num_slots
         self._begun = set[int]()  # slots whose text began with a prefix, before its first pass
 
@@ -144,21 +157,34 @@ class RecurrentStates:
     def begin(self, work: Pass) -> list[Start]:
         """Returns where the sequences of a pass begin; changes nothing.
 
-        Raises `PassError` if a slot has no state at the prefix, the pass ends before the last block, or it goes on with
-        the nodes of an earlier pass.
+        Raises `PassError` if a slot has no state at the prefix, the pass ends before the last block, or the slot's last
+        pass was not over the earlier nodes.
         """
-        if work.num_layers is not None or work.num_earlier is not None:
-            raise PassError("recurrent layers run whole trees through all blocks. Use another drafter for this target.")
-        return [Start(self._at(*each).state) for each in zip(work.slots, work.prefix_lens, strict=True)]
+        if work.num_layers is not None:
+            raise PassError("recurrent layers run through all blocks. Use another drafter for this target.")
+        starts = [Start(self._at(*each).state) for each in zip(work.slots, work.prefix_lens, strict=True)]
+        for row, count in enumerate(work.num_earlier or ()):
+            if count:
+                last = self._last[work.slots[row]]
+                length = work.prefix_lens[row]
+                if last is None or not last.is_level or last.length != length or len(last.parents) < count:
+                    raise PassError(
+                        f"slot {work.slots[row]} has no states of {count} earlier nodes behind {length} tokens. Feed "
+                        "them in the pass before, over the same prefix, and say there too how many nodes are earlier."
+                    )
+                starts[row] = starts[row]._replace(earlier=last.states, first=last.first)
+        return starts
 
     def finish(self, work: Pass, states: PassStates) -> None:
         """Keeps the states that a pass has made."""
         parents = work.parents.tolist()
         for row, (first, end) in enumerate(pairwise(work.node_offsets)):
             slot, length = work.slots[row], work.prefix_lens[row]
+            before = self._known(slot, length - 1)
             self._keep_snapshots(slot, length, states.starts[row].state)
+            self._before[slot] = before
             self._committed[slot] = _At(length, states.starts[row].state)
-            self._last[slot] = _LastPass(length, parents[first:end], first, states)
+            self._last[slot] = _LastPass(length, parents[first:end], first, states, work.num_earlier is not None)
 
     def _keep_snapshots(self, slot: int, length: int, state: Any) -> None:
         """Keeps states of a slot whose text goes on behind `length` tokens with this state."""
@@ -170,16 +196,22 @@ class RecurrentStates:
         if last is not None and length - 1 > last.length and last.ends_at(length) and last.ends_at(length - 1):
             self.snapshots.keep_end(slot, length - 1, last.after(length - last.length - 2))  # of a prompt read so far
 
-    def commit(self, slots: Sequence[int], lengths: Sequence[int], paths: Sequence[Sequence[int]]) -> None:
-        """Keeps the states of the last accepted nodes; arguments: see `Runner.commit`."""
+    def commit(self, slots: Sequence[int], lengths: Sequence[int], nodes: Sequence[Sequence[int]]) -> None:
+        """Keeps the states of the last accepted nodes.
+
+        Args:
+            slots: B slots, all different.
+            lengths: The prefix of each slot's last pass.
+            nodes: Accepted nodes of that pass in order, at least one of each.
+        """
         committed: list[_At] = []
-        for slot, length, path in zip(slots, lengths, paths, strict=True):
+        for slot, length, accepted in zip(slots, lengths, nodes, strict=True):
             last = self._last[slot]
             if last is None or last.length != length:
                 raise PassError(
                     f"slot {slot} has no nodes behind {length} tokens. Commit the last pass of a slot once."
                 )
-            committed.append(_At(length + 1 + len(path), last.after(path[-1] if path else 0)))
+            committed.append(_At(length + len(accepted), last.after(accepted[-1])))
         for slot, state in zip(slots, committed, strict=True):  # all or none: a failed iteration is repeated
             self._committed[slot], self._last[slot] = state, None
 
@@ -187,6 +219,8 @@ class RecurrentStates:
         """Returns the longest prefix of a slot, at most `length` tokens, whose state is known."""
         last = self._last[slot]
         known = [self._committed[slot].length, self.snapshots.longest(slot, length)]
+        if (before := self._before[slot]) is not None:
+            known.append(before.length)
         if last is not None:
             known += [each for each in (length, last.length + len(last.parents)) if last.ends_at(each)]
         return max((each for each in known if each <= length), default=0)
@@ -199,14 +233,15 @@ class RecurrentStates:
         """Begins a slot with the first `length` tokens of another one. Raises `PassError` as `begin`."""
         state = self._at(source, length)
         self.snapshots.copy(source, slot, length)
-        self._committed[slot], self._last[slot] = state, None
+        self._committed[slot], self._before[slot], self._last[slot] = state, None, None
         self._begun.add(slot)
 
     def trim(self, slot: int, length: int) -> None:
         """Forgets all of a slot that a text which begins with its first `length` tokens cannot use."""
         self.snapshots.cut(slot, length)
         is_known = self.reusable(slot, length) == length
-        self._committed[slot], self._last[slot] = self._at(slot, length) if is_known else _EMPTY, None
+        self._committed[slot] = self._at(slot, length) if is_known else _EMPTY
+        self._before[slot] = self._last[slot] = None
         self._begun.add(slot)
 
     def assume(self, length: int) -> None:
@@ -215,16 +250,23 @@ class RecurrentStates:
         self._last = [None] * len(self._last)
 
     def _at(self, slot: int, length: int) -> _At:
+        known = self._known(slot, length)
+        if known is None:
+            raise PassError(
+                f"slot {slot} has no recurrent state behind {length} tokens, only behind "
+                f"{self._committed[slot].length}. Read the text from its beginning."
+            )
+        return known
+
+    def _known(self, slot: int, length: int) -> _At | None:
+        """Returns the state of a slot behind its first `length` tokens; None if it is not known."""
         last = self._last[slot]
         if length == 0:
             return _EMPTY
-        if self._committed[slot].length == length:
-            return self._committed[slot]
-        if last is not None and last.ends_at(length):
+        if self._committed[slot].length != length and last is not None and last.ends_at(length):
             return _At(length, last.after(length - last.length - 1))
-        if (snapshot := self.snapshots.find(slot, length)) is not None:
-            return _At(length, snapshot)
-        raise PassError(
-            f"slot {slot} has no recurrent state behind {length} tokens, only behind {self._committed[slot].length}. "
-            "Read the text from its beginning."
-        )
+        for each in (self._committed[slot], self._before[slot]):
+            if each is not None and each.length == length:
+                return each
+        snapshot = self.snapshots.find(slot, length)
+        return None if snapshot is None else _At(length, snapshot)

@@ -301,7 +301,7 @@ class SlotCache:
         """
         self._move_paths(slots, prefix, paths)
         if self.states is not None:  # at last: if a move fails, the pass is repeated from the old states
-            self.states.commit(slots, prefix, paths)
+            self.states.commit(slots, prefix, [(0, *path) for path in paths])
 
     def _move_paths(self, slots: Sequence[int], prefix: Sequence[int], paths: Sequence[Sequence[int]]) -> None:
         moved: list[tuple[int, int, Sequence[int]]] = []
@@ -336,6 +336,12 @@ class SlotCache:
         rows = integers_on(source, self.keys[0].device)
         for store in self._stores.values():
             store[:, place, :, start : start + len(source)] = store[:, place].index_select(2, rows)
+
+    def keep_nodes(self, slot: int, length: int, nodes: Sequence[int]) -> None:
+        """Keeps nodes of a slot's last pass, over a prefix of `length` tokens, in order; row i holds position i."""
+        self.move_rows(slot, [length + node for node in nodes], length)
+        if self.states is not None and nodes:
+            self.states.commit([slot], [length], [nodes])
 
     def copy_rows(self, source: int, slot: int, count: int) -> None:
         """Copies the first `count` rows of a slot to another slot, in every layer; both must have as many."""

@@ -374,12 +374,14 @@ class DraftLevels:
 
     def _keep_accepted(self, slot: int, tokens: Sequence[int]) -> _SlotState:
         state = self._slots[slot]
-        del state.tokens[len(tokens) - 1 :]  # the last proposal was discarded: its root is fed again for its logits
-        start = len(state.tokens)
-        if state.drafted is not None and start < len(tokens) - 1:
+        # If the last proposal was discarded, its root is fed again for its logits. Recurrent states may begin earlier.
+        start = self._runner.cache.reusable(slot, min(len(state.tokens), len(tokens) - 1))
+        if start < len(state.tokens):
+            del state.tokens[start:]
+        elif state.drafted is not None and start < len(tokens) - 1:
             drafted, row = state.drafted
-            path, first = drafted.path(row, tokens[start:-1]), self._rows.row(slot, start)
-            self._runner.cache.move_rows(slot, [first + node for node in path], first)
+            path = drafted.path(row, tokens[start:-1])
+            self._runner.cache.keep_nodes(slot, self._rows.row(slot, start), path)
             state.tokens.extend(tokens[start : start + len(path)])
         state.drafted = None
         return state

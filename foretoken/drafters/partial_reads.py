@@ -244,10 +244,10 @@ class PartialRows:
             state.is_stale = True
 
     def reusable(self, slot: int, length: int) -> int:
-        """Returns how many of the first positions of a slot another text can take: all of `length`, or 0."""
+        """Returns how many of the first positions of a slot another text can take, at most `length`."""
         first = self._slots[slot].first
         least = first + self.window(length) // 2 if first and self.window is not None else 0
-        return length if length >= least else 0
+        return self.cache.reusable(slot, length) if length >= least else 0
 
     def row(self, slot: int, position: int) -> int:
         """Returns the row of a position that is not listed."""
@@ -393,9 +393,9 @@ def draft_runner(
         drafted: The tokens that it drafts; None for all.
 
     Raises:
-        ConfigError: For a model with recurrent layers; for a part of a text if the model slides windows over it:
-            decoders take row i of a window for position i; if there is no memory for these rows; or if required tokens
-            cannot be drafted alone.
+        ConfigError: For a part of a text if the model has recurrent layers, or slides windows over it: decoders take
+            row i of a window for position i; if there is no memory for these rows; or if required tokens cannot be
+            drafted alone.
     """
     if partial_rows is not None and _has_windows(model.config.get_text_config()):
         raise ConfigError(
@@ -406,10 +406,10 @@ def draft_runner(
         model, num_slots=target.num_slots, context_len=partial_rows or target.context_len, max_nodes=num_fed + 1,
         runner=target.runner, has_partial_texts=partial_rows is not None,
     )  # fmt: skip
-    if runner.cache.states is not None:
+    if partial_rows is not None and runner.cache.states is not None:
         raise ConfigError(
-            f"'{model.name}' has recurrent layers. Expected a draft model with attention in every layer: the states of "
-            "its drafts cannot be kept yet."
+            f"'{model.name}' has recurrent layers, which read a whole text. Expected a model with attention in every "
+            "layer. Use another draft model, or leave draft_window_size out."
         )
     if partial_rows is not None and runner.context_len < min(partial_rows, model.context_len):
         raise ConfigError(
@@ -441,5 +441,5 @@ def _prepare(runner: Runner, quantization: Quantization | None, drafted: DraftTo
 def _has_windows(config: Any) -> bool:
     kinds = getattr(config, "layer_types", None)
     if kinds is not None:
-        return any(kind != "full_attention" for kind in kinds)
+        return any(kind not in ("full_attention", "linear_attention", "conv") for kind in kinds)
     return bool(getattr(config, "sliding_window", None)) and bool(getattr(config, "use_sliding_window", True))

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
     from foretoken.core.passes import Pass
-    from foretoken.decoder.recurrent_states import RecurrentStates, Start
+    from foretoken.decoder.recurrent_states import PassStates, RecurrentStates, Start
 
 
 class LayerStates(dict[int, LayerState]):
@@ -31,7 +31,7 @@ class NodeLevel(NamedTuple):
 
     Attributes:
         tokens: (n,) int64, indices of the nodes in the pass.
-        parents: (n,) int64, indices of their parents in the level before; in the first level, of their sequences.
+        parents: (n,) int64, indices of their parents in the level before; in the first level, in `LevelStates.begun`.
         is_kept: Whether the states of the nodes outlive the pass.
     """
 
@@ -47,35 +47,53 @@ class LevelStates:
     Attributes:
         starts: Of each sequence.
         empty: The states before any text, by layer.
-        levels: All nodes of the pass, by depth.
-        place: Level of each node of the pass, and its index there.
+        begun: The states that the first level begins with: behind prefixes, and behind nodes of earlier passes.
+        levels: All new nodes of the pass, by depth.
+        place: Level of each new node, and its index there, by the node's place among all nodes.
+        earlier: The pass of each earlier node, and the node's place there, by its place here.
         kept: Filled by the recurrent layers: states of kept levels, by layer and level.
     """
 
     starts: Sequence[Start]
     empty: Mapping[int, LayerState]
+    begun: Sequence[Mapping[int, LayerState]]
     levels: Sequence[NodeLevel]
-    place: Sequence[tuple[int, int]]
+    place: Mapping[int, tuple[int, int]]
+    earlier: Mapping[int, tuple[PassStates, int]] = field(default_factory=dict)
     kept: dict[int, dict[int, LayerState]] = field(default_factory=dict)
 
     @classmethod
     def of(cls, work: Pass, slots: RecurrentStates) -> LevelStates:
         """Sorts the nodes of a pass by depth; raises `PassError` as `RecurrentStates.begin`."""
-        starts = slots.begin(work)
-        above = work.parents.tolist()
-        wanted = kept_nodes(work)
-        place: list[tuple[int, int]] = []
+        starts, above, wanted = slots.begin(work), work.parents.tolist(), kept_nodes(work)
+        place: dict[int, tuple[int, int]] = {}
+        earlier: dict[int, tuple[PassStates, int]] = {}
+        begun: list[Mapping[int, LayerState]] = []
         tokens, parents, kept = list[list[int]](), list[list[int]](), set[int]()
-        for sequence, (first, end) in enumerate(pairwise(work.offsets)):
-            for node in range(first, end):
-                level, parent = (0, sequence) if above[node] < 0 else place[first + above[node]]
-                level += above[node] >= 0
+        ends = work.node_offsets
+        for sequence, (first_token, end_token) in enumerate(pairwise(work.offsets)):
+            first, end, start = ends[sequence], ends[sequence + 1], starts[sequence]
+            num_earlier = end - first - (end_token - first_token)
+            if start.earlier is not None:
+                earlier |= {first + node: (start.earlier, start.first + node) for node in range(num_earlier)}
+            index: dict[int, int] = {}  # in `begun`, of the nodes that begin there
+            for node in range(first + num_earlier, end):
+                parent = first + above[node]
+                if parent in place and above[node] >= 0:
+                    level, row = place[parent]
+                    level += 1
+                else:
+                    if above[node] not in index:
+                        index[above[node]] = len(begun)
+                        known = start.state if above[node] < 0 else _behind(earlier, parent)
+                        begun.append(slots.empty if known is None else known)
+                    level, row = 0, index[above[node]]
                 if level == len(tokens):
                     tokens.append([])
                     parents.append([])
-                place.append((level, len(tokens[level])))
-                tokens[level].append(node)
-                parents[level].append(parent)
+                place[node] = level, len(tokens[level])
+                tokens[level].append(node - end + end_token)
+                parents[level].append(row)
                 if node in wanted:
                     kept.add(level)
         device = work.tokens.device
@@ -83,19 +101,27 @@ class LevelStates:
             NodeLevel(torch.tensor(nodes, device=device), torch.tensor(rows, device=device), number in kept)
             for number, (nodes, rows) in enumerate(zip(tokens, parents, strict=True))
         ]
-        return cls(starts, slots.empty, levels, place)
+        return cls(starts, slots.empty, begun, levels, place, earlier)
 
     def before(self, layer: int) -> LayerState:
-        """Returns the states of all sequences before the pass in one layer."""
-        states = [(self.empty if start.state is None else start.state)[layer] for start in self.starts]
+        """Returns the states that the first level begins with, in one layer."""
+        states = [each[layer] for each in self.begun]
         recurrent = [each.recurrent for each in states if each.recurrent is not None]
         return LayerState(torch.stack([each.window for each in states]), torch.stack(recurrent) if recurrent else None)
 
     def is_kept(self, node: int) -> bool:
         """See `PassStates`."""
-        return self.levels[self.place[node][0]].is_kept
+        return node not in self.place or self.levels[self.place[node][0]].is_kept
 
     def after(self, node: int) -> LayerStates:
         """See `PassStates`."""
+        if node not in self.place:
+            return _behind(self.earlier, node)
         level, row = self.place[node]
         return LayerStates({layer: levels[level].row(row) for layer, levels in self.kept.items()})
+
+
+def _behind(earlier: Mapping[int, tuple[PassStates, int]], node: int) -> LayerStates:
+    states, place = earlier[node]
+    behind: LayerStates = states.after(place)
+    return behind

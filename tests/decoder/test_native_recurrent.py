@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from tiny_models import tiny_model
-from tree_decoding import SLOTS, decode, prefill, random_tokens, random_tree, tiny_runner
+from tree_decoding import SLOTS, decode, grow, prefill, random_tokens, random_tree, tiny_runner
 
 from foretoken import LLM, SamplingParams
 from foretoken.core.errors import ModelError
@@ -65,6 +65,15 @@ def test_trees_have_the_bits_of_single_tokens(architecture: str, dtype: torch.dt
                     assert torch.equal(logits, single_steps(alone, 1, text)[-1])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_trees_that_grow_have_the_bits_of_single_tokens(architecture: str, dtype: torch.dtype) -> None:
+    """A few nodes a pass, as a draft model feeds them."""
+    runner, alone = (native(architecture, dtype=dtype, prefill_chunk=chunk) for chunk in (5, 64))
+    for text, logits in grow(runner, rounds=6)[::3]:
+        assert torch.equal(logits, single_steps(alone, 1, text)[-1])
+
+
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_a_committed_state_has_the_bits_of_one_read_anew(architecture: str) -> None:
     """The state behind some tokens, once those behind it are folded: of any acceptance, in any chunks."""
@@ -78,7 +87,7 @@ def test_a_committed_state_has_the_bits_of_one_read_anew(architecture: str) -> N
         work = of.verification([slot], [len(tokens)], TokenTree.from_rows([TreeRow([1, 2], [-1, 0])]))
         of.run(work)
         last = of.cache.states._last[slot]
-        block = last.states.blocks[0]
+        block = last.states.made[0]
         model = of.decoder._described.structure
         return block.tensor[: model.state_size + model.window * model.row_size].clone()
 
@@ -93,6 +102,7 @@ def test_a_committed_state_has_the_bits_of_one_read_anew(architecture: str) -> N
 def test_dead_memory_reaches_nothing(architecture: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """NaN in all memory that a block of states is made in, and in the workspace."""
     expected = [each.output.logits for each in decode(native(architecture), rounds=4)]
+    grown = [logits for _, logits in grow(native(architecture), rounds=4)]
     own = StateMemory.take
 
     def poisoned(memory: StateMemory, size: int) -> torch.Tensor:
@@ -104,6 +114,8 @@ def test_dead_memory_reaches_nothing(architecture: str, monkeypatch: pytest.Monk
     workspaces.give_back(torch.full((1 << 22,), 255, dtype=torch.uint8))  # NaN in float32
     for each, logits in zip(decode(runner, rounds=4), expected, strict=True):
         assert torch.equal(each.output.logits, logits)
+    for (_, found), logits in zip(grow(runner, rounds=4), grown, strict=True):
+        assert torch.equal(found, logits)
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -145,7 +157,8 @@ def test_blocks_are_as_large_as_counted(architecture: str) -> None:
     assert counted == (10 * block_bytes(weights.mixers, 11), block_bytes(weights.mixers, 1))
     allocated = Counter[int]()
     runner = Runner(runner.model, num_slots=3, max_nodes=11, runner="lean-native")
-    runner.decoder._state_memory = memory = StateMemory()
+    memory, _ = runner.decoder._state_memory
+    memory._idle.clear()  # of the self-test
     take = memory.take
     memory.take = lambda size: allocated.update([0]) or take(size)  # type: ignore[method-assign]
     prompts = [random_tokens(random.Random(slot), 15) for slot in range(3)]
@@ -178,16 +191,35 @@ def test_accepted_tokens_alone_are_computed_again() -> None:
     runner = native("qwen3_5")
     prefill(runner, 0, list(range(10)))
     states = runner.cache.states
-    assert states._at(0, 10).state.rows == [0]
+    assert [row.place for row in states._at(0, 10).state.rows] == [0]
     assert states._at(0, 9).state.rows == []
     runner.verify([0], [10], TokenTree.from_rows([TreeRow([5, 6, 7, 8], [-1, 0, 0, 2])]))
     runner.commit([0], [10], [[2, 3]])
     state = states._at(0, 13).state
     assert isinstance(state, NativeState)
-    assert state.rows == [1, 2]  # the rows of nodes 2 and 3: the root is settled
+    assert [row.place for row in state.rows] == [1, 2]  # the rows of nodes 2 and 3: the root is settled
     runner.verify([0], [13], TokenTree.from_rows([TreeRow([5, 6], [-1, 0])]))
     runner.commit([0], [13], [[]])
     assert states._at(0, 14).state.rows == []
+
+
+def test_levels_copy_no_state() -> None:
+    """Passes over the levels of a tree make rows, and begin with the block behind the prefix."""
+    runner = native("qwen3_5")
+    prefill(runner, 0, list(range(10)))
+    runner.run(Pass.of_chains([[5, 6]], slots=[0], prefix_lens=[10], has_last_logits=True))
+    states, rows = runner.cache.states, runner.decoder._described.structure.row_size
+    for fed, earlier in ((2, 0), (3, 2), (1, 5)):
+        work = Pass(
+            tokens=torch.arange(fed), positions=torch.arange(12, 12 + earlier + fed),
+            parents=torch.tensor([-1, *range(-1, 9)][: earlier + fed]), slots=[0], prefix_lens=[12], offsets=[0, fed],
+            num_earlier=[earlier], logit_rows=torch.arange(fed),
+        )  # fmt: skip
+        runner.run(work)
+        assert states._last[0].states.made[0].tensor.numel() <= 2 * fed * rows
+    behind, node = states._at(0, 12).state, states._last[0].after(5)
+    assert node.block is behind.block
+    assert [row.place for row in node.rows] == [0, 1, 1, 0]  # of the chain [5, 6] the last; of the levels one each
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)

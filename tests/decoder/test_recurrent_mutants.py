@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from plain_model import PlainModel, relative_error
 from tiny_models import tiny_model
-from tree_decoding import SLOTS, by_path, decode, tiny_runner
+from tree_decoding import SLOTS, by_path, decode, grow, tiny_runner
 
 from foretoken.core.errors import ModelError
 from foretoken.decoder import library
@@ -32,18 +32,22 @@ MUTANTS = {  # (what the source says, what a mutant says)
         "multiply_add(in_all_lanes(query[d + u]), decayed, sums[u])",
     ),
     "the gate and the norm change places": ("layer.gates_first", "!layer.gates_first"),
-    "the window has a sibling's row": ("replayed + pass_.parents[pass_.starts[s] + item - replayed]", "item - 1"),
+    "the window has a sibling's row": ("replayed + pass_.parents[pass_.node_starts[s] + item - replayed]", "item - 1"),
     "a sibling has overwritten the parent's state": ("{each, place, place + 1}", "{each, place, place}"),
     "an accepted token is not folded": (
         "int64_t item = 0; item < folded;",
         "int64_t item = folded > 1; item < folded;",
     ),
-    "the stored window is one row too old": ("folded - model_.window + row)", "folded - model_.window + row - 1)"),
+    "the stored window is one row too old": ("num_folded(s) - window + row", "num_folded(s) - window + row - 1"),
     "heads share keys in turns": ("head / (layer.heads / layer.key_heads)", "head % layer.key_heads"),
     "lengths of keys have another epsilon": ("sum + 1e-6f", "sum + 1e-2f"),
-    "a rejected token is folded": (
-        "pass_.replayed[pass_.replay_starts[s] + item]",
-        "std::min(pass_.replayed[pass_.replay_starts[s] + item] + 1, pass_.rows_from[s] - 1)",
+    "an accepted token is folded in place of the next": (
+        "pass_.known[pass_.known_starts[s] + item]",
+        "pass_.known[pass_.known_starts[s] + std::max<int64_t>(item - 1, 0)]",
+    ),
+    "the nodes of a level begin behind the prefix": (
+        "parents[n] < settled ?",
+        "parents[n] < std::max(settled, earlier) ?",
     ),
 }
 
@@ -78,4 +82,5 @@ def test_mutants_are_caught(mutated: str) -> None:
     worst = max(
         relative_error(each.logits(row), by_path(plain, each, row)) for each in rounds for row in range(len(SLOTS))
     )
-    assert worst > 1e-3
+    grown = max(relative_error(logits, plain(text)[-1]) for text, logits in grow(runner, rounds=2))
+    assert max(worst, grown) > 1e-3

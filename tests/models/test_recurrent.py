@@ -5,14 +5,13 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from plain_model import PlainModel, relative_error
 from tiny_models import RECURRENT_ARCHITECTURES, tiny_model
-from tree_decoding import SLOTS, Round, by_path, decode, prefill, prompts, random_tokens, tiny_runner
+from tree_decoding import SLOTS, Round, by_path, decode, grow, prefill, prompts, random_tokens, tiny_runner
 
 from foretoken import LLM
 from foretoken.core.errors import ConfigError, ModelError, PassError
@@ -79,6 +78,15 @@ def test_trees_equal_forwards_of_their_paths(architecture: str, route: str) -> N
     """Three prompts in chunks, random trees, and random paths of them committed, in one batch."""
     runner = tiny_runner(architecture, prefill_chunk=5, runner=route)
     assert error(decode(runner, rounds=6), reference(architecture)) < TOLERANCE
+
+
+@pytest.mark.parametrize(("architecture", "route"), ROUTES)
+def test_trees_that_grow_equal_forwards_of_their_paths(architecture: str, route: str) -> None:
+    """As a draft model's: some nodes a pass, in one batch, behind kept nodes, chains and prompts."""
+    runner, plain = tiny_runner(architecture, prefill_chunk=5, runner=route), reference(architecture)
+    found = grow(runner, rounds=5)
+    some = random.Random(1).sample(found, 40)
+    assert max(relative_error(logits, plain(text)[-1]) for text, logits in some) < TOLERANCE
 
 
 @pytest.mark.parametrize("architecture", RECURRENT_ARCHITECTURES)
@@ -181,7 +189,7 @@ def _sibling(monkeypatch: pytest.MonkeyPatch) -> None:
             level._replace(parents=level.parents.roll(1) if at else level.parents)
             for at, level in enumerate(made.levels)
         ]
-        return LevelStates(made.starts, made.empty, levels, made.place)
+        return replace(made, levels=levels)
 
     monkeypatch.setattr(LevelStates, "of", staticmethod(wrong))
 
@@ -192,7 +200,8 @@ def _one_step_too_far(monkeypatch: pytest.MonkeyPatch) -> None:
     def wrong(states: LevelStates, node: int) -> LayerStates:
         level, row = states.place[node]
         below = states.levels[level + 1].parents.tolist() if level + 1 < len(states.levels) else []
-        return own(states, states.place.index((level + 1, below.index(row))) if row in below else node)
+        child = (level + 1, below.index(row)) if row in below else (level, row)
+        return own(states, next(each for each, place in states.place.items() if place == child))
 
     monkeypatch.setattr(LevelStates, "after", wrong)
 
@@ -261,12 +270,52 @@ def test_a_pass_leaves_committed_states_alone() -> None:
             assert part is None or torch.equal(part, copied)
 
 
+def level(fed: list[int], num_earlier: int | None, length: int = 3) -> Pass:
+    """A chain that goes on behind so many nodes."""
+    nodes = (num_earlier or 0) + len(fed)
+    return Pass(
+        tokens=torch.tensor(fed), positions=torch.arange(length, length + nodes), parents=torch.arange(-1, nodes - 1),
+        slots=[0], prefix_lens=[length], offsets=[0, len(fed)],
+        num_earlier=None if num_earlier is None else [num_earlier], logit_rows=torch.arange(len(fed)),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("route", ["generic", "lean-native"])
+def test_earlier_nodes_are_those_of_the_pass_before(route: str) -> None:
+    runner = tiny_runner("qwen3_5", runner=route)
+    prefill(runner, 0, [1, 2, 3])
+    runner.run(level([5, 6], 0))
+    for earlier, length in ((3, 3), (2, 4)):
+        with pytest.raises(PassError, match=rf"slot 0 has no states of {earlier} earlier nodes behind {length} tokens"):
+            runner.run(level([7], earlier, length))
+    want = runner.run(level([7], 2)).logits
+    assert torch.equal(runner.run(level([7], 2)).logits, want), "the pass before has more nodes than are earlier"
+    runner.run(level([5, 6], None))  # all but the last may be folded into one state
+    with pytest.raises(PassError, match="slot 0 has no states of 2 earlier nodes behind 3 tokens"):
+        runner.run(level([7], 2))
+
+
+@pytest.mark.parametrize("route", ["generic", "lean-native"])
+def test_the_last_token_may_be_fed_again(route: str) -> None:
+    """A draft model feeds it again where its draft was discarded; no other state before the last nodes is known."""
+    runner = tiny_runner("qwen3_5", runner=route)
+    prefill(runner, 0, [1, 2, 3])
+    for token, length in ((4, 3), (5, 4)):
+        root = Pass.of_chains([[token]], slots=[0], prefix_lens=[length], has_last_logits=True)
+        want = runner.run(root).logits
+        for _ in range(2):
+            runner.run(level([6, 7], 0, length + 1))
+            runner.run(level([8], 2, length + 1))
+            assert [runner.cache.reusable(0, at) for at in (length + 1, length)] == [length + 1, length]
+            assert torch.equal(runner.run(root).logits, want)
+
+
 @pytest.mark.parametrize("route", ["generic", "lean-native"])
 def test_a_part_of_the_model_is_refused(route: str) -> None:
     runner = tiny_runner("lfm2", runner=route)
     prefill(runner, 0, [1, 2, 3])
     work = runner.verification([0], [3], TokenTree.from_rows([TreeRow([5, 6], [-1, 0])]))
-    with pytest.raises(PassError, match="run whole trees through all blocks"):
+    with pytest.raises(PassError, match="run through all blocks"):
         runner.run(replace(work, num_layers=1))
 
 
@@ -274,12 +323,6 @@ def test_a_part_of_the_model_is_refused(route: str) -> None:
 def test_drafts_of_the_target_itself_are_refused(method: str) -> None:
     with pytest.raises(ConfigError, match=r"has recurrent layers, whose states a part of the model"):
         LLM(tiny_model("lfm2"), speculative_config={"method": method})
-
-
-def test_recurrent_draft_models_are_refused(tmp_path: Path) -> None:
-    tiny_model("lfm2").save_pretrained(tmp_path)
-    with pytest.raises(ConfigError, match=r"has recurrent layers. Expected a draft model with attention"):
-        LLM(tiny_model("llama"), speculative_config={"method": "draft_model", "model": str(tmp_path)})
 
 
 def test_states_are_part_of_the_memory_of_the_cache() -> None:

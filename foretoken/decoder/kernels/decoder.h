@@ -33,7 +33,7 @@ class Decoder {
         rows_(pass.starts[pass.num_sequences]),
         num_nodes_(pass.node_starts[pass.num_sequences]),
         space_(model, num_nodes_, pass.num_threads, pass.workspace, pass.attention == nullptr ? 0 : pass.num_attention,
-               model.window == 0 ? 0 : pass.replay_starts[pass.num_sequences]),
+               num_replayed(model, pass)),
         normed_(space_.normed, rows_, model.hidden, space_.rounded),
         mixed_(space_.mixed, rows_, model.heads * model.head_dim, space_.rounded),
         group_(group_size(model)),

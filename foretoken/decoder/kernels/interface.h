@@ -70,7 +70,7 @@ struct Recurrent {
   int64_t query_at, key_at, value_at;         // among the channels
   int64_t key_heads, heads, key_dim, value_dim;
   int64_t norm_size, gates_first;             // outputs that are normed together; whether the gate comes before the norm
-  int64_t state_at, rows_before;              // in a block of states, see `Pass`: of the state; widths of earlier layers' rows
+  int64_t state_at, rows_before;              // in a block of states, and in a row, see `Pass`
   const int32_t* places;                      // (width,), the columns of the inputs' outputs; null: side by side
   const float *taps, *tap_bias;               // (window + 1, channels), (channels,) or null
   const float *decay, *step_bias, *skip;      // (heads,); skip: the values' own part of the outputs, or null
@@ -136,15 +136,17 @@ struct Pass {
   const int64_t* attention_rows;         // (A,) ascending, the tokens whose attention weights are needed
   float* attention;                      // (S, L, KV heads, C), zeros; gets the weights of cache rows, summed over these tokens; or null
   const int64_t* taps;                   // (F,) boundary indices; layers + 1 means after the final norm
-  // Of recurrent layers. A block of states has the states of all layers behind some tokens, then `window` rows of each
-  // layer for the last of them, and `rows` of tokens behind them. A sequence begins with the state of a block, after
-  // some of its rows; this pass makes the block of the state behind these and the first `settled` nodes, with the rows of
-  // the others.
+  // Of recurrent layers. A row has what all layers keep of a token, `row_size` floats. A block of states has the states of
+  // all layers behind some tokens, then `window` rows, of the last of these. A sequence begins with the state of a block.
+  // Known tokens follow, which are computed again from their rows: a chain behind the block, then the sequence's earlier
+  // nodes. A pass makes the rows of its nodes, and may make a block: of the state behind the chain and the first
+  // `settled` nodes, whose rows nobody needs.
   float* const* states_from;             // (S,), null: before any text
-  float* const* states_to;               // (S,), with as many rows as nodes are not settled
-  const int64_t* rows_from;              // (S,), rows of `states_from`
-  const int64_t *replayed, *replay_starts;  // indices of rows of `states_from`, each behind the one before; (S + 1,)
-  const int64_t* settled;                // (S,), a chain that every other node comes after
+  float* const* states_to;               // (S,), null: no block is made
+  float* const* rows_to;                 // (S,), of the nodes that are not settled
+  const float* const* known;             // rows of known tokens
+  const int64_t* known_starts;           // (S + 1,)
+  const int64_t* settled;                // (S,), a chain that every other node comes after; 0 beside earlier nodes
   int64_t num_impossible;
   int64_t num_attention, attention_cols;  // A, and C: at least the rows of every sequence, prefix and nodes
   int64_t num_taps;

@@ -5,10 +5,12 @@
 // Every token begins with its parent's state, and no state is stored but that behind the folded tokens: the accepted
 // ones of the pass before and, of a prompt, all but the last. Of the others their inputs are stored, and a later pass
 // computes them again by the same code, so with the same bits. Columns of a state do not depend on each other: a thread
-// takes some columns of a head through all tokens of a sequence, depth first, while they stay in its first cache.
+// takes some columns of a head through all tokens of a sequence, depth first, while they stay in its first cache. A pass
+// over a level of a tree takes only the way from the prefix to the new nodes.
 //
-// An item is a token to compute: first the replayed ones, then the sequence's nodes. Item -1 is the last row of the
-// window, -2 the one before. Letters: I items of all sequences, C channels, K taps of the convolution.
+// An item is a token to compute: first the replayed ones, then the sequence's nodes, of which earlier ones are known too.
+// Item -1 is the last row of the window, -2 the one before. Letters: I items of all sequences, C channels, K taps of the
+// convolution.
 #pragma once
 
 #include <algorithm>
@@ -51,7 +53,7 @@ class RecurrentLayers {
     const int64_t items = space_.items[pass_.num_sequences];
     share(items * layer.key_heads, [&](int64_t unit) { prepare(layer, unit / layer.key_heads, unit % layer.key_heads); });
     for (int64_t s = 0; s < pass_.num_sequences; ++s) {
-      share(model_.window + items_of(s) - num_folded(s), [&](int64_t row) { keep(layer, s, row, 0, layer.row_size); });
+      share(num_kept(s), [&](int64_t row) { keep(layer, s, row, 0, layer.row_size); });
     }
     barrier_.wait();
     const int64_t tiles = tiles_of(layer), units = layer.heads * tiles;
@@ -85,36 +87,41 @@ class RecurrentLayers {
 
   static int64_t tiles_of(const Recurrent& layer) { return (layer.value_dim + kTile - 1) / kTile; }
 
-  int64_t num_replayed(int64_t s) const { return pass_.replay_starts[s + 1] - pass_.replay_starts[s]; }
-  int64_t num_nodes(int64_t s) const { return pass_.starts[s + 1] - pass_.starts[s]; }
+  int64_t num_tokens(int64_t s) const { return pass_.starts[s + 1] - pass_.starts[s]; }
+  int64_t num_nodes(int64_t s) const { return pass_.node_starts[s + 1] - pass_.node_starts[s]; }
+  int64_t num_known(int64_t s) const { return pass_.known_starts[s + 1] - pass_.known_starts[s]; }
+  int64_t num_replayed(int64_t s) const { return num_known(s) - (num_nodes(s) - num_tokens(s)); }
   int64_t num_folded(int64_t s) const { return num_replayed(s) + pass_.settled[s]; }
   int64_t items_of(int64_t s) const { return space_.items[s + 1] - space_.items[s]; }
 
   // The item before an item.
   int64_t before(int64_t s, int64_t item) const {
     const int64_t replayed = num_replayed(s);
-    return item < replayed ? item - 1 : replayed + pass_.parents[pass_.starts[s] + item - replayed];
+    return item < replayed ? item - 1 : replayed + pass_.parents[pass_.node_starts[s] + item - replayed];
   }
 
-  // The rows of a layer in a block of states; the first `window` of them are those of the window.
-  float* block_rows(const Recurrent& layer, float* block, int64_t rows) const {
-    return block + model_.state_size + layer.rows_before * (model_.window + rows);
-  }
+  // The token of the pass that an item is; negative for known ones.
+  int64_t token_of(int64_t s, int64_t item) const { return item < num_known(s) ? -1 : pass_.starts[s] + item - num_known(s); }
 
   // The convolution's input of an item, and its gates behind it; null before a text.
   const float* row_of(const Recurrent& layer, int64_t s, int64_t item) const {
-    const int64_t replayed = num_replayed(s);
-    if (item >= replayed) return space_.projected + (pass_.starts[s] + item - replayed) * layer.width + layer.row_at;
+    if (item >= num_known(s)) return space_.projected + token_of(s, item) * layer.width + layer.row_at;
+    if (item >= 0) return pass_.known[pass_.known_starts[s] + item] + layer.rows_before;
     if (pass_.states_from[s] == nullptr) return nullptr;
-    const int64_t row = item < 0 ? item : pass_.replayed[pass_.replay_starts[s] + item];
-    return block_rows(layer, pass_.states_from[s], pass_.rows_from[s]) + (model_.window + row) * layer.row_size;
+    return pass_.states_from[s] + model_.state_size + (model_.window + item) * model_.row_size + layer.rows_before;
   }
 
-  // Stores elements begin..end of a row that later passes need: of the window, and of the nodes that are not folded.
+  // Rows to store: of the window, if a block is made, and of the new nodes that are not folded.
+  int64_t num_window(int64_t s) const { return pass_.states_to[s] == nullptr ? 0 : model_.window; }
+  int64_t num_kept(int64_t s) const { return num_window(s) + num_tokens(s) - pass_.settled[s]; }
+
+  // Stores elements begin..end of one of them.
   void keep(const Recurrent& layer, int64_t s, int64_t row, int64_t begin, int64_t end) const {
-    const int64_t folded = num_folded(s), nodes = items_of(s) - folded;
-    const float* from = row_of(layer, s, folded - model_.window + row);
-    float* to = block_rows(layer, pass_.states_to[s], nodes) + row * layer.row_size;
+    const int64_t window = num_window(s);
+    const bool is_window = row < window;
+    const float* from = row_of(layer, s, is_window ? num_folded(s) - window + row : num_known(s) + pass_.settled[s] + row - window);
+    float* to = is_window ? pass_.states_to[s] + model_.state_size + row * model_.row_size : pass_.rows_to[s] + (row - window) * model_.row_size;
+    to += layer.rows_before;
     from == nullptr ? void(std::fill(to + begin, to + end, 0.0f)) : void(std::copy(from + begin, from + end, to + begin));
   }
 
@@ -152,8 +159,8 @@ class RecurrentLayers {
         for (int64_t c = begin; c < end; ++c) input[c] *= factor[c];
       }
       for (int64_t s = 0; s < pass_.num_sequences; ++s) {
-        for (int64_t item = num_replayed(s); item < items_of(s); ++item) {
-          const int64_t m = pass_.starts[s] + item - num_replayed(s);
+        for (int64_t item = num_known(s); item < items_of(s); ++item) {
+          const int64_t m = token_of(s, item);
           const float* gate = space_.projected + m * layer.width + layer.gate_at;
           convolve(layer, s, item, begin, end, [&](int64_t c, auto values) {
             if constexpr (std::is_same_v<decltype(values), float>) {
@@ -163,14 +170,18 @@ class RecurrentLayers {
             }
           });
         }
-        for (int64_t row = 0; row < model_.window + items_of(s) - num_folded(s); ++row) keep(layer, s, row, begin, end);
+        for (int64_t row = 0; row < num_kept(s); ++row) keep(layer, s, row, begin, end);
       }
     });
   }
 
-  // Of item i of all sequences: what the heads that share a key head read, and their gates.
+  // Of the item that is computed at place `i` among those of all sequences: what the heads that share a key head read, and
+  // their gates.
   void prepare(const Recurrent& layer, int64_t i, int64_t key_head) const {
-    const int64_t s = std::upper_bound(space_.items, space_.items + pass_.num_sequences + 1, i) - space_.items - 1, item = i - space_.items[s];
+    const int64_t s = std::upper_bound(space_.items, space_.items + pass_.num_sequences + 1, i) - space_.items - 1;
+    const int64_t item = i - space_.items[s] < num_folded(s) ? i - space_.items[s] : space_.visits[i].item;
+    if (item < 0) return;
+    i = space_.items[s] + item;
     const int64_t shared = layer.heads / layer.key_heads, values = shared * layer.value_dim;
     float* out = space_.convolved + i * layer.channels;
     const auto put = [&](int64_t c, auto value) {
@@ -213,9 +224,10 @@ class RecurrentLayers {
       std::copy_n(pass_.states_from[s] + at, size, open);
     }
     for (int64_t item = 0; item < folded; ++item) step(layer, s, head, tile, item, open, open);
-    std::copy_n(open, size, pass_.states_to[s] + at);
+    if (pass_.states_to[s] != nullptr) std::copy_n(open, size, pass_.states_to[s] + at);
     for (int64_t i = space_.items[s] + folded; i < space_.items[s + 1]; ++i) {
       const Visit& visit = space_.visits[i];
+      if (visit.item < 0) break;
       step(layer, s, head, tile, visit.item, open + visit.from * size, open + visit.to * size);
     }
   }
@@ -266,8 +278,8 @@ class RecurrentLayers {
       const Lanes read = (sums[0] + sums[1]) + (sums[2] + sums[3]);
       store_lanes(buffer + r * kLanes, layer.skip == nullptr ? read : multiply_add(in_all_lanes(layer.skip[head]), value, read));
     }
-    if (item < num_replayed(s)) return;
-    const int64_t m = pass_.starts[s] + item - num_replayed(s);
+    const int64_t m = token_of(s, item);
+    if (m < 0) return;
     std::copy_n(buffer, count, space_.read + (m * layer.heads + head) * layer.value_dim + first);
   }
 
@@ -293,24 +305,27 @@ class RecurrentLayers {
 
   // Sorts the nodes of a sequence depth first, those behind the folded ones, and gives each a place for its state: that
   // of its parent if no child of the parent comes later, otherwise the next one. The largest branch comes last, so the
-  // places are few.
+  // places are few. Branches of earlier nodes alone are left out; an item of -1 ends the rest.
   void order(int64_t s) const {
-    const int64_t nodes = num_nodes(s), settled = pass_.settled[s], replayed = num_replayed(s);
-    const int64_t* parents = pass_.parents + pass_.starts[s];
+    const int64_t nodes = num_nodes(s), earlier = nodes - num_tokens(s), settled = pass_.settled[s], replayed = num_replayed(s);
+    const int64_t* parents = pass_.parents + pass_.node_starts[s];
     int32_t *sizes = space_.branches, *largest = space_.branches + nodes + 1, *next = largest + nodes + 1, *child = next + nodes + 1;
-    // Index n + 1 is node n; 0 is the last folded token, whose children are nodes with any folded parent.
+    // Index n + 1 is node n; 0 is the last folded token, whose children are nodes with any folded parent. A size counts
+    // new nodes.
     const auto parent_of = [&](int64_t n) { return parents[n] < settled ? int64_t(0) : parents[n] + 1; };
-    std::fill_n(sizes, nodes + 1, 1);
+    std::fill_n(sizes, earlier + 1, 0);
+    std::fill_n(sizes + earlier + 1, nodes - earlier, 1);
     std::fill_n(largest, nodes + 1, 0);
     std::fill_n(child, nodes + 1, 0);
     for (int64_t n = nodes - 1; n >= settled; --n) {
+      if (sizes[n + 1] == 0) continue;
       const int64_t parent = parent_of(n);
       sizes[parent] += sizes[n + 1];
       next[n + 1] = child[parent];
       child[parent] = int32_t(n + 1);
       if (largest[parent] == 0 || sizes[n + 1] >= sizes[largest[parent]]) largest[parent] = int32_t(n + 1);
     }
-    Visit* visit = space_.visits + space_.items[s] + replayed + settled;
+    Visit *visit = space_.visits + space_.items[s] + replayed + settled, *end = space_.visits + space_.items[s + 1];
     Visit* waiting = space_.waiting;
     int64_t count = 0;
     const auto push = [&](int64_t parent, int32_t place) {
@@ -326,6 +341,7 @@ class RecurrentLayers {
       *visit++ = {replayed + taken.item - 1, taken.from, taken.to};
       push(taken.item, taken.to);
     }
+    std::fill(visit, end, Visit{-1, 0, 0});
   }
 
   const Model& model_;

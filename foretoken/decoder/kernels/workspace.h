@@ -62,6 +62,12 @@ constexpr int64_t kKeyStep = 4;   // heads of keys are multiples of it
 constexpr int64_t kMostTaps = 8;  // of convolutions
 constexpr int64_t kMostOpen = 33;  // states that wait for further branches: each is of a tree half as large, or smaller
 
+// Tokens before the nodes of a pass that recurrent layers compute again.
+inline int64_t num_replayed(const Model& model, const Pass& pass) {
+  const int64_t S = pass.num_sequences;
+  return model.window == 0 ? 0 : pass.known_starts[S] - (pass.node_starts[S] - pass.starts[S]);
+}
+
 // A token on the way through a tree: the places of its parent's state and of its own.
 struct Visit {
   int64_t item;
@@ -95,7 +101,7 @@ struct Workspace {
   Token *pair_inputs, *pair_inner;              // of P tokens and the padding of each expert's tokens
   char* pair_rounded;                           // `RoundedInputs` of the wider of these, if a matrix is in integers
 
-  // Of recurrent layers, see `recurrent.h`; I items: nodes and replayed tokens.
+  // Of recurrent layers, see `recurrent.h`; I items: nodes and tokens before them.
   float *projected, *read;   // (M, recurrent_width), (M, recurrent_outputs)
   float *convolved, *gates;  // (I, recurrent_channels), (I, recurrent_heads, 2)
   float* tiles;              // (threads, kMostOpen, recurrent_keys, kTile)
@@ -106,8 +112,8 @@ struct Workspace {
   int64_t size = 0;  // -1 if 64 bits cannot count it
   int64_t num_kept;  // queries in `kept` of a thread
 
-  // M: tokens or nodes, the larger number; weighed: tokens whose attention weights are needed; replayed: tokens that
-  // recurrent layers compute again.
+  // M: tokens or nodes, the larger number; weighed: tokens whose attention weights are needed; replayed: tokens before the
+  // nodes that recurrent layers compute again.
   Workspace(const Model& model, int64_t M, int64_t threads, void* base, int64_t weighed = 0, int64_t replayed = 0) {
     const int64_t q = model.heads * model.head_dim, kv = model.kv_heads * model.head_dim;
     int64_t pairs = 0;
@@ -199,15 +205,17 @@ inline bool has_rows(const Model& model, const Pass& pass, int64_t s, int64_t ro
 // Checks the blocks of states of a pass; its sequences and parents are within bounds.
 inline Status check_states(const Model& model, const Pass& pass) {
   if (model.window == 0) return Status::kDone;
-  if (pass.states_from == nullptr || pass.states_to == nullptr || pass.rows_from == nullptr || pass.replay_starts == nullptr || pass.settled == nullptr) return Status::kMissing;
+  if (pass.states_from == nullptr || pass.states_to == nullptr || pass.rows_to == nullptr || pass.known_starts == nullptr || pass.settled == nullptr) return Status::kMissing;
   for (int64_t s = 0; s < pass.num_sequences; ++s) {
-    const int64_t first = pass.replay_starts[s], count = pass.replay_starts[s + 1] - first, nodes = pass.starts[s + 1] - pass.starts[s];
-    if (pass.states_to[s] == nullptr || (count > 0 && pass.replayed == nullptr)) return Status::kMissing;
-    if (pass.node_starts[s + 1] - pass.node_starts[s] != nodes || count < 0 || uint64_t(pass.settled[s]) > uint64_t(nodes)) return Status::kSequences;
-    if ((count > 0 && pass.states_from[s] == nullptr) || !all_within(pass.replayed + first, count, pass.rows_from[s])) return Status::kCacheRows;
-    for (int64_t n = 0; n < nodes; ++n) {
-      const int64_t parent = pass.parents[pass.starts[s] + n];
-      if (n < pass.settled[s] ? parent != n - 1 : parent < pass.settled[s] - 1) return Status::kParents;
+    const int64_t first = pass.known_starts[s], known = pass.known_starts[s + 1] - first, tokens = pass.starts[s + 1] - pass.starts[s];
+    const int64_t earlier = pass.node_starts[s + 1] - pass.node_starts[s] - tokens, settled = pass.settled[s];
+    if (known < earlier || uint64_t(settled) > uint64_t(earlier > 0 ? 0 : tokens)) return Status::kSequences;
+    if ((settled > 0 && pass.states_to[s] == nullptr) || (settled < tokens && pass.rows_to[s] == nullptr) || (known > 0 && pass.known == nullptr)) return Status::kMissing;
+    if (known > 0 && std::any_of(pass.known + first, pass.known + first + known, [](const float* row) { return row == nullptr; })) return Status::kMissing;
+    if (settled == 0) continue;
+    for (int64_t n = 0; n < tokens; ++n) {
+      const int64_t parent = pass.parents[pass.node_starts[s] + n];
+      if (n < settled ? parent != n - 1 : parent < settled - 1) return Status::kParents;
     }
   }
   return Status::kDone;

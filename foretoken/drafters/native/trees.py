@@ -100,13 +100,15 @@ def draft_trees(runner: Runner, work: Pass, expansion: ShapedExpansion, *, vocab
 
     Returns:
         Whether the trees were drafted. False, without any change, if the kernels do not run the model, or cannot draft
-            for these requests.
+            for these requests. A draft of recurrent layers takes a pass for each level.
 
     Raises:
         PassError: See `Runner.run`.
     """
     blocks = runner.decoder
-    if not isinstance(blocks, NativeDecoder) or not can_draft(expansion, min(vocab_size, blocks.num_logits)):
+    if not isinstance(blocks, NativeDecoder) or runner.cache.states is not None:
+        return False
+    if not can_draft(expansion, min(vocab_size, blocks.num_logits)):
         return False
     work = runner.placed(work, num_drafted=expansion.num_fed)
     ready, draft = blocks.prepared(work), NativeDraft(expansion, vocab_size)

@@ -1,0 +1,85 @@
+"""Draft models with recurrent layers, and targets with them: plain decoding's text, and the same tokens a pass."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from end_to_end.same_text import assert_same_text
+from end_to_end.tiny_llms import WIDTHS, draft_model, noisy, noisy_directory, target
+
+from foretoken import LLM, RequestOutput, SamplingParams
+
+PROMPTS = [[5], [7, 8, 9] * 4, [40, 3, 12, 9, 61, 17], list(range(3, 20))]
+PARAMS = [
+    SamplingParams(temperature=0.0, max_tokens=24, logprobs=2),
+    SamplingParams(temperature=0.8, seed=1, max_tokens=24),
+    SamplingParams(temperature=0.0, max_tokens=24, repetition_penalty=1.2),
+    SamplingParams(temperature=0.9, seed=2, max_tokens=24, top_p=0.9),
+]
+SHAPES: dict[str, dict[str, Any]] = {
+    "chain": {"num_speculative_tokens": 4},
+    "widths": {"tree": WIDTHS},
+    "dynamic": {"tree": "dynamic", "num_speculative_tokens": 4, "tree_top_k": 4, "max_nodes": 12},
+}
+# A draft model that is the target with noise drafts tokens that are accepted; others draft some by chance.
+PAIRS = [
+    ("llama", "qwen3_5"), ("llama", "lfm2"), ("qwen3_5", "llama"), ("lfm2", "llama"), ("qwen3_5", "lfm2"),
+    ("qwen3_5", "qwen3_5"), ("lfm2", "lfm2"), ("bamba", "bamba"), ("jamba", "jamba"),
+]  # fmt: skip
+
+
+@cache
+def plain(architecture: str, runner: str = "auto") -> list[RequestOutput]:
+    """Plain decoding, one at a time."""
+    return LLM(target(architecture, torch.float32), max_num_seqs=1, runner=runner).generate(PROMPTS, PARAMS)
+
+
+def speculative(architecture: str, draft: str, shape: str, **options: Any) -> LLM:
+    model = draft_model(noisy(draft, dtype=torch.float32), quantization="none", **SHAPES[shape])
+    return LLM(target(architecture, torch.float32), max_num_seqs=3, drafter=model, trust_drafter=True, **options)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(("architecture", "draft"), PAIRS)
+def test_text_is_plain_decodings(architecture: str, draft: str, shape: str) -> None:
+    """Greedy and sampled requests in one batch, more of them than slots."""
+    outputs = speculative(architecture, draft, shape).generate(PROMPTS, PARAMS)
+    assert_same_text(outputs, plain(architecture), [shape] * len(PROMPTS), tolerance=1e-4)
+    assert all(each.metrics.draft_errors == 0 for each in outputs)
+    assert sum(each.metrics.num_drafted for each in outputs) > 40
+    if architecture == draft:
+        assert tokens_a_pass(outputs) > 1.25  # 1.42 and more are measured
+
+
+def tokens_a_pass(outputs: list[RequestOutput]) -> float:
+    metrics = [each.metrics for each in outputs]
+    return sum(each.num_emitted - each.num_prefill_emitted for each in metrics) / sum(each.steps for each in metrics)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("architecture", ["qwen3_5", "lfm2", "bamba"])
+def test_tokens_a_pass_are_those_of_the_generic_runner(architecture: str, shape: str) -> None:
+    found = [speculative(architecture, architecture, shape, runner=runner) for runner in ("generic", "lean-native")]
+    generic, native = (llm.generate(PROMPTS, PARAMS) for llm in found)
+    assert_same_text(native, generic, [shape] * len(PROMPTS), tolerance=1e-4)
+    assert tokens_a_pass(native) == tokens_a_pass(generic)
+
+
+@pytest.mark.parametrize("architecture", ["qwen3_5", "lfm2"])
+def test_draft_models_of_a_directory(architecture: str) -> None:
+    """As people configure them: in int8 on the native kernels, depth and tree chosen by the engine."""
+    config = {"method": "draft_model", "model": noisy_directory(architecture, torch.float32)}
+    llm = LLM(target(architecture, torch.float32), max_num_seqs=2, speculative_config=config)
+    outputs = llm.generate(PROMPTS, PARAMS)
+    assert_same_text(outputs, plain(architecture), ["own"] * len(PROMPTS), tolerance=1e-4)
+
+
+def test_sampled_texts_without_seeds_are_drafted() -> None:
+    """Drafts of requests without a seed are drawn from the draft model's distribution."""
+    params = SamplingParams(temperature=0.8, max_tokens=24)
+    outputs = speculative("qwen3_5", "qwen3_5", "widths").generate(PROMPTS, params)
+    assert all(each.metrics.draft_errors == 0 for each in outputs)
+    assert tokens_a_pass(outputs) > 1.2
