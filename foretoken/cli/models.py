@@ -213,6 +213,12 @@ def _shown_fact(key: str, value: Any) -> str:
         from foretoken.bench.quality import Quality
 
         return str(Quality(**value))
+    if key == "recurrent_layers":
+        sizes = [f"{value[f'{name}_bytes'] / 2**20:.2f} MiB" for name in ("state", "window", "node")]
+        return (
+            f"{value['layers']}, with attention {value['attention_layers']}; of a sequence: states {sizes[0]}, windows "
+            f"{sizes[1]}; of a node: {sizes[2]}"
+        )
     if key == "weight_dtypes" and isinstance(value, dict):
         return ", ".join(f"{name} {each['bytes'] / 2**20:.1f} MiB ({each['tensors']})" for name, each in value.items())
     if isinstance(value, dict):

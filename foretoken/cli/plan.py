@@ -17,6 +17,7 @@ from foretoken.files.atomic_files import write_file
 
 if TYPE_CHECKING:
     from foretoken.bench.workload import Workload
+    from foretoken.models.recurrent import RecurrentSizes
     from foretoken.planning.acceptance import Curve
     from foretoken.planning.plan import Page, Plan, Prediction
 
@@ -260,7 +261,7 @@ def _print(plan: Plan, header: Mapping[str, Any], *, wide: bool) -> None:
     room = "" if plan.most_sequences is None else f"; {plan.most_sequences} such sequences fit"
     terminal.prose(
         f"memory: weights {plan.weight_bytes / gib:.2f} GiB, KV cache {plan.kv_bytes / mib:.1f} MiB for a sequence of "
-        f"{plan.context:.0f} tokens{room}"
+        f"{plan.context:.0f} tokens{_states(plan.recurrent)}{room}"
     )
     rows = [
         [need.name, f"{need.weight_bytes / mib:.0f}", "" if need.training_s is None else _duration(need.training_s)]
@@ -268,6 +269,17 @@ def _print(plan: Plan, header: Mapping[str, Any], *, wide: bool) -> None:
     ]
     if rows:
         terminal.print_table(["drafter of the usual size", "MiB of its own", "training"], rows)
+
+
+def _states(sizes: RecurrentSizes | None) -> str:
+    if sizes is None:
+        return ""
+    mib = 1 << 20
+    return (
+        f" in {sizes.attention_layers} layers with attention; {sizes.layers} recurrent layers: states of "
+        f"{sizes.state_bytes / mib:.1f} MiB and windows of {sizes.window_bytes / mib:.2f} MiB for a sequence of any "
+        f"length, {sizes.node_bytes / mib:.2f} MiB for a node of a tree"
+    )
 
 
 def _print_page(page: Page, plan: Plan, *, wide: bool) -> None:

@@ -97,6 +97,7 @@ def describe_directory(directory: Path) -> dict[str, Any]:
     sizes = (getattr(text, name, None) for name in _PLAIN_SIZES)
     architecture = ", ".join(config.architectures or [type(config).__name__])
     facts = _facts(directory, read_headers(directory), architecture, sizes, target)
+    facts |= _recurrent_facts(config)
     quality = getattr(config, "rounding_quality", None)
     module = None if label is None else meta_model(config)
     if module is not None:  # words hold several weights
@@ -117,9 +118,9 @@ def describe_gguf(path: Path, *, verify: bool = False) -> dict[str, Any]:
 
     file = read_gguf(path)
     vocabulary, tensors = read_vocabulary(file), file.tensors.values()
+    recurrent: dict[str, Any] = {}
     try:
-        open_gguf(path)
-        target = _YES
+        recurrent, target = _recurrent_facts(open_gguf(path).config), _YES
     except ModelError as err:
         target = f"no: {err}"
     name = str(file.values.get("general.architecture"))
@@ -130,6 +131,7 @@ def describe_gguf(path: Path, *, verify: bool = False) -> dict[str, Any]:
         "name": file.values.get("general.name"),
         "architecture": name,
         **{key: file.values.get(f"{name}.{own}") for key, own in sizes.items()},
+        **recurrent,
         "vocabulary": len(vocabulary.tokens) or None,
         "parameters": sum(prod(each.shape) for each in tensors),
         "weight_dtypes": {kind: _amounts(tensors, kind) for kind in sorted({each.type_name for each in tensors})},
@@ -142,6 +144,19 @@ def describe_gguf(path: Path, *, verify: bool = False) -> dict[str, Any]:
     }
     facts = {key: value for key, value in facts.items() if value is not None}
     return facts | ({"findings": _not_finite(file)} if verify else {})
+
+
+def _recurrent_facts(config: Any) -> dict[str, Any]:
+    """Returns the sizes of recurrent layers by the fact's name; empty for a model without any."""
+    from foretoken.models.recurrent import WITHOUT_KEYS, recurrent_sizes
+    from foretoken.models.weight_files import meta_model
+
+    text = config.get_text_config()
+    if not {*WITHOUT_KEYS, "hybrid"} & {*(getattr(text, "layer_types", None) or ())}:
+        return {}  # building a model takes seconds
+    module, dtype = meta_model(config), getattr(text, "dtype", None)
+    sizes = None if module is None else recurrent_sizes(module, text, 2 if dtype is None else dtype.itemsize)
+    return {} if sizes is None else {"recurrent_layers": sizes._asdict()}
 
 
 def _not_finite(file: GgufFile) -> list[str]:

@@ -12,7 +12,7 @@ not depend on how many tokens a pass has.
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -44,6 +44,58 @@ def adapt_recurrent_layers(model: nn.Module) -> bool:
 def _is_mixer(module: nn.Module) -> bool:
     has_window = any(isinstance(child, nn.Conv1d) for child in module.children())
     return has_window and isinstance(getattr(module, "layer_idx", None), int)
+
+
+class RecurrentSizes(NamedTuple):
+    """The recurrent layers of a model, and their bytes in memory.
+
+    Attributes:
+        layers: Recurrent layers.
+        attention_layers: Layers with keys and values; blocks with both count twice.
+        state_bytes: Of a sequence: states in float32.
+        window_bytes: Of a sequence: inputs of convolutions, one less than their taps, in the model's dtype.
+        node_bytes: Inputs of one token, which the native kernels store for each node of a tree.
+    """
+
+    layers: int
+    attention_layers: int
+    state_bytes: int
+    window_bytes: int
+    node_bytes: int
+
+
+WITHOUT_KEYS = {"linear_attention", "conv", "mlp", "moe"}  # in `layer_types` of configurations
+
+
+def recurrent_sizes(module: nn.Module, config: Any, itemsize: int) -> RecurrentSizes | None:
+    """Returns the sizes of a model's recurrent layers; its weights may be on "meta". None if there are none.
+
+    Args:
+        config: Its text configuration.
+        itemsize: Bytes of a number in the model's dtype.
+    """
+    mixers: list[Any] = [each for each in module.modules() if _is_mixer(each)]
+    if not mixers:
+        return None
+    states = windows = nodes = 0
+    for mixer in mixers:
+        convolution = next(child for child in mixer.children() if isinstance(child, nn.Conv1d))
+        channels, _, taps = convolution.weight.shape
+        state, gates = _state_elements(mixer)
+        states += state * torch.float32.itemsize
+        windows += (taps - 1) * channels * itemsize
+        nodes += channels * itemsize + gates * torch.float32.itemsize
+    kinds = getattr(config, "layer_types", None) or ["linear_attention"] * config.num_hidden_layers
+    return RecurrentSizes(len(mixers), sum(kind not in WITHOUT_KEYS for kind in kinds), states, windows, nodes)
+
+
+def _state_elements(mixer: Any) -> tuple[int, int]:
+    """Returns the numbers of a mixer's state, and its gates of a token."""
+    if hasattr(mixer, "head_v_dim"):  # the gated delta rule
+        return mixer.num_v_heads * mixer.head_k_dim * mixer.head_v_dim, 2 * mixer.num_v_heads
+    if hasattr(mixer, "ssm_state_size"):  # Mamba2, and Mamba without heads
+        return mixer.intermediate_size * mixer.ssm_state_size, getattr(mixer, "num_heads", 0)
+    return 0, 0  # a convolution alone
 
 
 def state_of(layer: Any) -> LayerState | None:

@@ -18,6 +18,8 @@ from foretoken.planning.sizes import ModelSizes, drafter_sizes, training_seconds
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
+    from foretoken.models.recurrent import RecurrentSizes
+
 # Half-width of an interval, in standard errors; a choice: four of five figures lie within.
 INTERVAL_WIDTH = 1.28
 
@@ -284,6 +286,7 @@ class Plan:
     limits: Limits
     weight_bytes: float  # of the target
     kv_bytes: float  # of the KV cache of one sequence with `context` tokens
+    recurrent: RecurrentSizes | None  # of the target; None if all layers have attention
     most_sequences: int | None  # sequences that fit into memory beside the weights; None if the memory is not known
     needs: Sequence[Need]  # drafters with weights of their own
     curves: Mapping[float, Sequence[Curve]] = field(default_factory=dict)  # by temperature
@@ -296,6 +299,7 @@ class Plan:
             "memory": {
                 "weight_bytes": self.weight_bytes,
                 "kv_bytes_per_sequence": self.kv_bytes,
+                **({} if self.recurrent is None else {"recurrent_layers": self.recurrent._asdict()}),
                 "most_sequences": self.most_sequences,
             },
             "drafters": [need._asdict() for need in self.needs],
@@ -349,8 +353,9 @@ def make_plan(
         peak_flops: Arithmetic of the machine, operations a second, for training.
     """
     kv_bytes = target.kv_bytes_per_token * context
+    sequence = kv_bytes + target.state_bytes
     used = {temperature: nearest(curves, temperature) for temperature in costs}
-    room = None if memory_bytes is None else max(int((memory_bytes - target.weights_bytes) // kv_bytes), 0)
+    room = None if memory_bytes is None else max(int((memory_bytes - target.weights_bytes) // sequence), 0)
     limits = Limits(_LARGEST_BATCH if room is None else min(room, _LARGEST_BATCH), longest)
     pages = []
     for temperature, its_costs in costs.items():
@@ -364,6 +369,7 @@ def make_plan(
         limits=limits,
         weight_bytes=target.weights_bytes,
         kv_bytes=kv_bytes,
+        recurrent=target.recurrent,
         most_sequences=room,
         needs=_needs(dict.fromkeys(each.method for own in used.values() for each in own), target, peak_flops),
         curves=used,

@@ -12,6 +12,7 @@ from foretoken.models.config import check_architecture
 from foretoken.models.loaded import DTYPES
 from foretoken.models.loading import load_config
 from foretoken.models.names import is_gguf
+from foretoken.models.recurrent import RecurrentSizes, recurrent_sizes
 from foretoken.models.stored.gguf_file import read_gguf
 from foretoken.models.weight_files import meta_model
 
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 class ModelSizes:
     """The sizes of a model that decide what a pass costs."""
 
-    layers: int  # L, with attention
+    layers: int  # L
     hidden_size: int  # D
     heads: int  # H, query heads
     kv_heads: int  # Hk
@@ -35,6 +36,17 @@ class ModelSizes:
     expert_weights: float = 0.0  # weights of one expert, summed over the layers
     weight_bytes: float = 2.0  # bytes of a weight
     kv_bytes: float = 2.0  # bytes of an element of the KV cache
+    recurrent: RecurrentSizes | None = None  # None: all layers have attention
+
+    @property
+    def attention_layers(self) -> int:
+        """Layers with attention."""
+        return self.layers if self.recurrent is None else self.recurrent.attention_layers
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the recurrent layers of one sequence, whatever its length: states, and windows of convolutions."""
+        return 0 if self.recurrent is None else self.recurrent.state_bytes + self.recurrent.window_bytes
 
     @property
     def active_weights(self) -> float:
@@ -49,7 +61,7 @@ class ModelSizes:
     @property
     def kv_bytes_per_token(self) -> float:
         """Bytes of the keys and values of one position."""
-        return 2 * self.layers * self.kv_heads * self.head_dim * self.kv_bytes
+        return 2 * self.attention_layers * self.kv_heads * self.head_dim * self.kv_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +73,9 @@ class Machine:
     memory_bytes: float  # memory for weights and KV cache
 
 
+# For a number of a state and a token: its decay, and a product and a sum with the key (read), the key (add) and the
+# query (read). Mamba2 does not read with the key, and has 5.
+_STATE_OPERATIONS = 7
 _LOGIT_READS = 3  # times that softmax and sampling go over float32 logits; a choice: two for softmax, one for the draw
 
 
@@ -73,10 +88,10 @@ def touched_experts(experts: int, experts_per_token: int, tokens: float) -> floa
 
 
 def pass_seconds(sizes: ModelSizes, machine: Machine, *, contexts: Sequence[float], width: float) -> float:
-    """Returns the seconds of a pass by the roofline: weights, then the KV cache, then logits.
+    """Returns the seconds of a pass by the roofline: weights, then KV cache and recurrent states, then logits.
 
     Each part takes the longer of its memory traffic and its arithmetic. A sequence reads its KV cache once for all of
-    its tokens. A wide pass of a mixture of experts reads more experts.
+    its tokens, and reads and writes its recurrent states once. A wide pass of a mixture of experts reads more experts.
 
     `contexts` are the committed tokens of each sequence, `width` the tokens of each sequence in the pass.
 
@@ -89,10 +104,12 @@ def pass_seconds(sizes: ModelSizes, machine: Machine, *, contexts: Sequence[floa
         num_bytes=sizes.weight_bytes * (sizes.weights + touched * sizes.expert_weights),
         flops=2 * sizes.active_weights * tokens,
     )
+    states = 0 if sizes.recurrent is None else sizes.recurrent.state_bytes / 4  # numbers in float32
     cache = _part_seconds(
         machine,
-        num_bytes=sizes.kv_bytes_per_token * committed,
-        flops=4 * sizes.layers * sizes.heads * sizes.head_dim * width * (committed + tokens / 2),
+        num_bytes=sizes.kv_bytes_per_token * committed + 2 * sizes.state_bytes * len(contexts),
+        flops=4 * sizes.attention_layers * sizes.heads * sizes.head_dim * width * (committed + tokens / 2)
+        + _STATE_OPERATIONS * states * tokens,
     )
     logits = 4 * tokens * sizes.vocab_size * _LOGIT_READS / machine.bytes_per_s
     return weights + cache + logits
@@ -157,8 +174,9 @@ def sizes_of(module: Any, config: Any, itemsize: int) -> ModelSizes:
     embedding, head = module.get_input_embeddings(), module.get_output_embeddings()
     is_rounded = isinstance(embedding, QuantizedEmbedding)  # and so not among the parameters
     is_tied = bool(tied) or head is None or is_rounded or head.weight is embedding.weight
-    heads = getattr(config, "num_attention_heads", None)
-    if not heads:
+    recurrent = recurrent_sizes(module, config, itemsize)
+    heads = getattr(config, "num_attention_heads", None) or 0
+    if not heads and recurrent is None:
         raise ModelError(f"'{config.model_type}' has no attention. Expected a model whose KV rows can be counted.")
     kv_heads, head_dim = getattr(config, "num_key_value_heads", None) or heads, getattr(config, "head_dim", None)
     rank = getattr(config, "kv_lora_rank", None)
@@ -169,7 +187,7 @@ def sizes_of(module: Any, config: Any, itemsize: int) -> ModelSizes:
         hidden_size=config.hidden_size,
         heads=heads,
         kv_heads=kv_heads,
-        head_dim=head_dim or config.hidden_size // heads,
+        head_dim=head_dim or (config.hidden_size // heads if heads else 0),
         vocab_size=config.vocab_size,
         weights=sum(counts.values()) - of_experts - (0 if is_tied else embedding.weight.numel()),
         experts=experts,
@@ -177,6 +195,7 @@ def sizes_of(module: Any, config: Any, itemsize: int) -> ModelSizes:
         expert_weights=of_experts / experts if experts else 0.0,
         weight_bytes=itemsize,
         kv_bytes=itemsize,
+        recurrent=recurrent,
     )
 
 
