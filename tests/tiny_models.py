@@ -147,6 +147,11 @@ _GRANITE = {
     "residual_multiplier": 0.5,
     "attention_multiplier": 0.3,
 }
+_MULTIPLIERS = {
+    "embedding_multiplier": 2.0, "lm_head_multiplier": 0.5, "mlp_multipliers": [0.7, 1.3],
+    "attention_in_multiplier": 0.8, "attention_out_multiplier": 1.2, "key_multiplier": 0.6, "ssm_in_multiplier": 0.9,
+    "ssm_out_multiplier": 1.1, "ssm_multipliers": [1.5, 0.5, 0.7, 0.9, 1.3],
+}  # fmt: skip
 _MIXERS_ONLY = {"state_size": 8, "expand": 2, "use_bias": True}
 
 _RECURRENT: dict[str, tuple[type, dict[str, Any]]] = {
@@ -175,7 +180,12 @@ _RECURRENT: dict[str, tuple[type, dict[str, Any]]] = {
             "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
         },
     ),
-    "falcon_h1": (hf.FalconH1Config, {**_MAMBA2, "mamba_d_ssm": 64, "mamba_rms_norm": True}),
+    "falcon_h1": (hf.FalconH1Config, {**_MAMBA2, **_MULTIPLIERS, "mamba_d_ssm": 64, "mamba_rms_norm": True}),
+    "falcon_h1_biases": (
+        hf.FalconH1Config,
+        {**_MAMBA2, **_MULTIPLIERS, "attention_bias": True, "mlp_bias": True, "mamba_proj_bias": True}
+        | {"mamba_d_ssm": 64, "mamba_rms_norm": False, "projectors_bias": True},
+    ),
     "nemotron_h": (
         hf.NemotronHConfig,
         {

@@ -45,18 +45,20 @@ class ExpertsArguments(Structure):
 
 
 class RecurrentArguments(Structure):
-    """What a layer has in place of attention; a kind of 0 for attention."""
+    """What a layer has in place of attention or beside it; a kind of 0 for nothing."""
 
     _fields_ = (
         ("inputs", MatrixStruct * MOST_INPUTS),
+        ("output", MatrixStruct),
         *((name, c_int64) for name in (
             "kind", "num_inputs", "width", "row_at", "row_size", "gate_at", "factor_at", "channels", "query_at",
             "key_at", "value_at", "key_heads", "heads", "key_dim", "value_dim", "norm_size", "gates_first", "state_at",
             "rows_before",
         )),
-        *((name, c_void_p) for name in ("places", "taps", "tap_bias", "decay", "step_bias", "skip")),
+        *((name, c_void_p) for name in ("places", "factors", "taps", "tap_bias", "decay", "step_bias", "skip")),
         ("norm", NormStruct),
         ("beta_scale", c_float),
+        ("output_factor", c_float),
     )  # fmt: skip
 
 
@@ -72,7 +74,7 @@ class Layer(Structure):
         )),
         *((name, c_void_p) for name in ("cos", "sin", "keys", "values")),
         *((name, c_int64) for name in ("pairs", "window", "activation", "norms_all_heads", "gates_heads")),
-        *((name, c_float) for name in ("scale", "softcap", "attention_factor", "mlp_factor")),
+        *((name, c_float) for name in ("scale", "softcap", "attention_factor", "mlp_factor", "gate_factor")),
         ("recurrent", RecurrentArguments),
     )  # fmt: skip
 

@@ -6,7 +6,7 @@
 Each of the norms is optional, and factors are 1 in most architectures. `mlp` is one feed-forward layer, gated or not,
 or a mixture of experts. Attention is grouped-query attention with rotary positions.
 
-A recurrent block has another mixer in place of attention, see `RecurrentBlock`.
+A recurrent block has another mixer in place of attention, see `RecurrentBlock`; some blocks have both.
 
 Letters: E hidden size, H query heads, Hk KV heads, D head size, I width of the feed-forward layer, P positions, R
 rotated elements of a head, X experts.
@@ -32,11 +32,12 @@ if TYPE_CHECKING:
     from torch import nn
 
     from foretoken.core.passes import Tap
+    from foretoken.decoder.mixers import LinearAttention, ShortConvolution
 
 Activation = Literal["silu", "gelu_tanh", "gelu"]
 
 
-class _Part:
+class Part:
     """A part of blocks."""
 
     __slots__: tuple[str, ...] = ()
@@ -50,7 +51,7 @@ class _Part:
 def _tensors_in(value: Any) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
         yield value
-    elif isinstance(value, _Part | QuantizedMatrix):
+    elif isinstance(value, Part | QuantizedMatrix):
         yield from value.tensors()
     elif isinstance(value, list | tuple):
         for each in value:
@@ -58,7 +59,7 @@ def _tensors_in(value: Any) -> Iterator[Tensor]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Matrix(_Part):
+class Matrix(Part):
     """A linear layer.
 
     Attributes:
@@ -88,7 +89,7 @@ def _dense(weight: Tensor | QuantizedMatrix) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Norm(_Part):
+class Norm(Part):
     """A norm over the last dimension.
 
     Attributes:
@@ -164,16 +165,24 @@ class BlockSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class FeedForward(_Part):
-    """Computes down(activation(gate(x)) * up(x)), or down(activation(up(x))); gate, up: (I, E), down: (E, I)."""
+class FeedForward(Part):
+    """Computes down(activation(gate_factor * gate(x)) * up(x)), or down(activation(up(x))).
+
+    Attributes:
+        gate: (I, E), or None.
+        up: (I, E).
+        down: (E, I).
+        gate_factor: 1 without a gate.
+    """
 
     gate: Matrix | None
     up: Matrix
     down: Matrix
+    gate_factor: float = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Experts(_Part):
+class Experts(Part):
     """Gated feed-forward layers; each token takes the `top_k` most probable by softmax(router(x)), and the shared one.
 
     Attributes:
@@ -213,14 +222,14 @@ class Experts(_Part):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Side(_Part):
+class Side(Part):
     """A second input of a block: attention reads [norm(side input); attention_norm(inputs)], twice as wide."""
 
     norm: Norm
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Block(_Part):
+class Block(Part):
     """One decoder block.
 
     Attributes:
@@ -237,6 +246,7 @@ class Block(_Part):
         rotary: None for a block without positions.
         gates_heads: Whether the rows of `query` of each head are followed by as many of a gate: the head's output is
             multiplied with sigmoid(gate). `query` is (2 H D, E) then.
+        beside: Another mixer of the same inputs; its outputs are added too. Or None.
         attention_factor: Of what attention adds.
         mlp_factor: Of what the feed-forward layer adds.
     """
@@ -256,6 +266,7 @@ class Block(_Part):
     key_norm: Norm | None = None
     rotary: Rotary | None = None
     gates_heads: bool = False
+    beside: ShortConvolution | LinearAttention | None = None
     attention_factor: float = 1.0
     mlp_factor: float = 1.0
 
@@ -269,105 +280,31 @@ class Block(_Part):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Convolution(_Part):
-    """A causal convolution of each channel over a token and the K - 1 tokens before it.
-
-    Attributes:
-        weight: (C, K), any dtype.
-        bias: (C,), any dtype, or None.
-    """
-
-    weight: Tensor
-    bias: Tensor | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class ShortConvolution(_Part):
-    """Computes gate * convolution(factor * x), without a state (LFM2).
-
-    Attributes:
-        projection: (3 C, E): the rows of x, of the gate and of the factor, C each, in any order.
-        order: Of the three: the places of x, gate and factor.
-    """
-
-    projection: Matrix
-    order: tuple[int, int, int]
-    convolution: Convolution
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class LinearAttention(_Part):
-    """A state S (key_dim, value_dim) of each head, in float32: the gated delta rule (Gated DeltaNet), or Mamba2.
-
-        q, k, v = silu(convolution(..)), of a token and those before it
-        S = exp(decay * softplus(step + step_bias)) * S
-        S = S + k (sigmoid(beta) * beta_scale * (v - k^T S))^T, with k and q of length 1; or S + softplus(..) * k v^T
-        o = S^T q + skip * v
-        outputs = norm(o) * silu(gate), or norm(o * silu(gate))
-
-    Attributes:
-        projections: Up to six. Their outputs, one matrix after another, are the columns of a token.
-        places: (outputs,) int32, the column of each output; None for their order.
-        columns: Where among these the inputs of the convolution begin, and the gates of the outputs. Right behind the
-            former are the steps of the heads, and their betas if there are any.
-        channels: Where the queries, keys and values begin among the inputs of the convolution, all heads of each side
-            by side.
-        decay: (heads,), float32, negative.
-        step_bias: (heads,).
-        skip: (heads,), or None.
-        norm: (heads * value_dim,).
-        norm_size: Outputs that are normed together.
-        beta_scale: 0: no delta rule (Mamba2), whose keys and queries have any length.
-    """
-
-    projections: tuple[Matrix, ...]
-    places: Tensor | None = None
-    columns: tuple[int, int]
-    channels: tuple[int, int, int]
-    convolution: Convolution
-    num_key_heads: int
-    num_heads: int
-    key_dim: int
-    value_dim: int
-    decay: Tensor
-    step_bias: Tensor
-    skip: Tensor | None = None
-    norm: Norm
-    norm_size: int
-    gates_first: bool
-    beta_scale: float
-
-    def __post_init__(self) -> None:
-        count = sum(int(each.weight.shape[0]) for each in self.projections)
-        is_order = self.places is None or torch.equal(self.places.sort().values, torch.arange(count))
-        require(is_order, "the places of the projections are no permutation")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class RecurrentBlock(_Part):
+class RecurrentBlock(Part):
     """One decoder block without attention: reads the state behind a token's parent in place of a KV cache.
 
     Attributes:
-        output: (E, C), of the mixer's outputs.
         attention_norm: (E,), before the mixer.
         mlp_norm: (E,), before the feed-forward layer.
         activation: Of the feed-forward layers.
-        mixer_factor: Of what the mixer adds.
         mlp_factor: Of what the feed-forward layer adds.
     """
 
     mixer: ShortConvolution | LinearAttention
-    output: Matrix
     mlp: FeedForward | Experts
     attention_norm: Norm | None = None
     mlp_norm: Norm | None = None
     activation: Activation = "silu"
-    mixer_factor: float = 1.0
     mlp_factor: float = 1.0
+
+    @property
+    def output(self) -> Matrix:
+        """(E, C), of the mixer's outputs."""
+        return self.mixer.output
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Blocks(_Part):
+class Blocks(Part):
     """Blocks in order, all of the same hidden size and heads, and the (E,) norm after the last block."""
 
     blocks: Sequence[Block | RecurrentBlock]
@@ -384,8 +321,9 @@ class Blocks(_Part):
 
     @property
     def mixers(self) -> list[ShortConvolution | LinearAttention]:
-        """The mixers of the blocks without attention."""
-        return [block.mixer for block in self.blocks if isinstance(block, RecurrentBlock)]
+        """The recurrent parts of the blocks, in place of attention or beside it."""
+        mixers = [block.mixer for block in self.blocks if isinstance(block, RecurrentBlock)]
+        return mixers + [block.beside for block in self.attention if block.beside is not None]
 
     @property
     def hidden_size(self) -> int:

@@ -22,8 +22,9 @@ from foretoken.decoder.arguments import (
     RecurrentArguments,
 )
 from foretoken.decoder.base import UnsuitableError
-from foretoken.decoder.blocks import Experts, FeedForward, LeanWeights, LinearAttention, Matrix, RecurrentBlock
+from foretoken.decoder.blocks import Experts, FeedForward, LeanWeights, Matrix, RecurrentBlock
 from foretoken.decoder.memory import Described, HeldMemory, has_memory, is_plain, lost_memory, use_huge_pages
+from foretoken.decoder.mixers import LinearAttention
 from foretoken.decoder.native_states import mixer_floats
 from foretoken.decoder.panels import whole_panels
 from foretoken.decoder.quantized import Quantization, QuantizedMatrix, bytes_per_weight, matrix_struct, quantized
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from foretoken.decoder import blocks as described
+    from foretoken.decoder.mixers import ShortConvolution
     from foretoken.decoder.slot_cache import SlotCache
 
 _ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "gelu": 2}
@@ -113,9 +115,7 @@ class NativeModel(Described):
             recurrent_width=max(each.width for each in recurrent),
             recurrent_channels=max(each.channels for each in recurrent),
             recurrent_heads=max(each.heads for each in recurrent),
-            recurrent_outputs=max(layer.output.cols for layer in self._layers if layer.recurrent.kind)
-            if self._window
-            else 0,
+            recurrent_outputs=max(each.output.cols for each in recurrent),
             recurrent_keys=max(each.key_dim for each in recurrent),
             embedding_scale=1.0 if ends is None else ends.embedding_scale,
             logit_scale=1.0 if ends is None else ends.logit_scale,
@@ -163,33 +163,38 @@ class NativeModel(Described):
             softcap=spec.softcap or 0.0,
             attention_factor=block.attention_factor,
             mlp_factor=block.mlp_factor,
+            recurrent=self._mixer(index, block.beside),
         )
         _share_inputs(index, layer.query, layer.key, layer.value)
         _share_inputs(index, layer.gate, layer.up, layer.experts.shared_gate)
         return layer
 
     def _recurrent_layer(self, index: int, block: RecurrentBlock) -> Layer:
-        mixer, hidden = block.mixer, self._hidden
-        if isinstance(mixer, LinearAttention):
-            recurrent, outputs = self._linear_attention(mixer), mixer.num_heads * mixer.value_dim
-        else:
-            recurrent = self._short_convolution(mixer)
-            outputs = recurrent.channels
         layer = Layer(
-            output=self._matrix("the output projection", block.output, hidden, outputs),
             **self._mlp(block.mlp),
-            attention_norm=self._norm("the norm before the mixer", block.attention_norm, hidden),
-            mlp_norm=self._norm("the norm before the feed-forward layer", block.mlp_norm, hidden),
+            attention_norm=self._norm("the norm before the mixer", block.attention_norm, self._hidden),
+            mlp_norm=self._norm("the norm before the feed-forward layer", block.mlp_norm, self._hidden),
             activation=_ACTIVATIONS[block.activation],
-            attention_factor=block.mixer_factor,
             mlp_factor=block.mlp_factor,
-            recurrent=recurrent,
+            recurrent=self._mixer(index, block.mixer),
         )
-        _share_inputs(index, *layer.recurrent.inputs)
         _share_inputs(index, layer.gate, layer.up, layer.experts.shared_gate)
         return layer
 
-    def _short_convolution(self, mixer: described.ShortConvolution) -> RecurrentArguments:
+    def _mixer(self, index: int, mixer: ShortConvolution | LinearAttention | None) -> RecurrentArguments:
+        if mixer is None:
+            return RecurrentArguments()
+        if isinstance(mixer, LinearAttention):
+            made, outputs = self._linear_attention(mixer), mixer.num_heads * mixer.value_dim
+        else:
+            made = self._short_convolution(mixer)
+            outputs = made.channels
+        made.output = self._matrix("the output projection", mixer.output, self._hidden, outputs)
+        made.output_factor = mixer.output_factor
+        _share_inputs(index, *made.inputs)
+        return made
+
+    def _short_convolution(self, mixer: ShortConvolution) -> RecurrentArguments:
         channels = int(mixer.convolution.weight.shape[0])
         row, gate, factor = (place * channels for place in mixer.order)
         projection = self._matrix("in_proj", mixer.projection, 3 * channels, self._hidden)
@@ -219,11 +224,12 @@ class NativeModel(Described):
             key_heads=mixer.num_key_heads, heads=heads, key_dim=key_dim, value_dim=value_dim,
             norm_size=mixer.norm_size, gates_first=mixer.gates_first, beta_scale=mixer.beta_scale,
             norm=self._norm("the norm of a recurrent layer", mixer.norm, heads * value_dim),
+            factors=None if mixer.factors is None else self._copied("factors of projections", mixer.factors, width),
             **{name: self._copied(name, each, heads) for name, each in vectors.items() if each is not None},
             **self._convolution(mixer),
         )  # fmt: skip
 
-    def _convolution(self, mixer: described.ShortConvolution | LinearAttention) -> dict[str, Any]:
+    def _convolution(self, mixer: ShortConvolution | LinearAttention) -> dict[str, Any]:
         """Describes the weights of a convolution, and a layer's part of a block of states."""
         convolution, (state_size, row_size) = mixer.convolution, mixer_floats(mixer)
         channels, taps = convolution.weight.shape
@@ -245,12 +251,13 @@ class NativeModel(Described):
     def _mlp(self, mlp: FeedForward | Experts) -> dict[str, Any]:
         return self._experts(mlp) if isinstance(mlp, Experts) else self._feed_forward(mlp)
 
-    def _feed_forward(self, layers: FeedForward) -> dict[str, MatrixStruct]:
+    def _feed_forward(self, layers: FeedForward) -> dict[str, Any]:
         hidden, inner = self._hidden, int(layers.down.weight.shape[1])
         return {
             "gate": MatrixStruct() if layers.gate is None else self._matrix("gate_proj", layers.gate, inner, hidden),
             "up": self._matrix("up_proj", layers.up, inner, hidden),
             "down": self._matrix("down_proj", layers.down, hidden, inner),
+            "gate_factor": layers.gate_factor,
         }
 
     def _experts(self, experts: Experts) -> dict[str, Any]:

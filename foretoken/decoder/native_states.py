@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from foretoken.core.errors import PassError
-from foretoken.decoder.blocks import LinearAttention
+from foretoken.decoder.mixers import LinearAttention
 from foretoken.decoder.recurrent_states import kept_nodes
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from foretoken.core.passes import Pass
     from foretoken.decoder.arguments import Model, PassArguments
-    from foretoken.decoder.blocks import ShortConvolution
+    from foretoken.decoder.mixers import ShortConvolution
     from foretoken.decoder.recurrent_states import RecurrentStates, Start
 
 _MOST_IDLE = 4  # blocks; a choice: a slot takes turns with two or three

@@ -288,7 +288,7 @@ class TorchBlocks:
 
     def __init__(self, blocks: Blocks, cache: SlotCache, *, moves_weights: bool = False) -> None:
         """Fuses the projections of blocks on one device; takes the fastest element-wise operations."""
-        if len(blocks.attention) < len(blocks.blocks) or any(block.gates_heads for block in blocks.attention):
+        if blocks.mixers or any(block.gates_heads for block in blocks.attention):
             raise UnsuitableError("only native kernels on CPUs run recurrent layers, and attention with gates.")
         self._cache, self._ops = cache, elementwise_ops(blocks.dtype, blocks.device)
         self._layers = [
@@ -393,6 +393,8 @@ class _Layer:
 
 class _TorchFeedForward:
     def __init__(self, layers: FeedForward, block: Block, *, moves_weights: bool) -> None:
+        if layers.gate_factor != 1.0:
+            raise UnsuitableError("only native kernels on CPUs run feed-forward layers with a factor of the gate.")
         self._activation, self._is_gated = block.spec.activation, layers.gate is not None
         self._can_sum = block.mlp_post_norm is None and layers is block.mlp
         gates = () if layers.gate is None else (layers.gate,)

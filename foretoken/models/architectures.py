@@ -30,7 +30,7 @@ class LeanArchitecture:
         softcap: Whether the configuration caps attention scores.
         names: Of parts, where they differ from Llama's: of a layer, of `self_attn`, of the feed-forward layer, and of
             the final norm. "experts": those of a layer beside its feed-forward layer.
-        mixer: The part of a layer in place of `self_attn`, if some layers are recurrent; None if none is.
+        mixer: The recurrent part of a layer, in place of `self_attn` or beside it; None if no layer has one.
         mixer_norms: As `norms`, of recurrent layers; None for the same.
         gates_heads: Whether queries have gates of the heads' outputs, see `Block`.
     """
@@ -145,6 +145,10 @@ _GEMMA = LeanArchitecture(
     activation="hidden_activation", window="layer",
 )  # fmt: skip
 _GATED_DELTA = LeanArchitecture(norm_offset=1.0, mixer="linear_attn", gates_heads=True)
+_BAMBA = LeanArchitecture(
+    norms={"attention_norm": "input_layernorm", "mlp_norm": "pre_ff_layernorm"}, mixer="mamba",
+    names={"norm": "final_layernorm", "mlp": "feed_forward"},
+)  # fmt: skip
 _LFM2 = {
     "attn_output": "self_attn.out_proj", "attn_q_norm": "self_attn.q_layernorm",
     "attn_k_norm": "self_attn.k_layernorm", "attn_norm": "operator_norm", "ffn_norm": "ffn_norm",
@@ -185,12 +189,11 @@ ARCHITECTURES = {
     "olmo2": Architecture("Olmo2ForCausalLM", _OLMO, GgufArchitecture("olmo2", _POST_NORMS, _BIAS)),
     "olmo3": Architecture("Olmo3ForCausalLM", replace(_OLMO, window="layer"), GgufArchitecture(
         "olmo2", _POST_NORMS, _BIAS, window=4)),  # "olmo2" with a window
-    "bamba": Architecture("BambaForCausalLM", LeanArchitecture(
-        norms={"attention_norm": "input_layernorm", "mlp_norm": "pre_ff_layernorm"}, mixer="mamba",
-        names={"norm": "final_layernorm", "mlp": "feed_forward"})),
+    "bamba": Architecture("BambaForCausalLM", _BAMBA),
     "granitemoehybrid": Architecture("GraniteMoeHybridForCausalLM", LeanArchitecture(mixer="mamba", names={
         "mlp": "shared_mlp", "gate_up_proj": "input_linear", "down_proj": "output_linear",
         "experts": "block_sparse_moe"})),
+    "falcon_h1": Architecture("FalconH1ForCausalLM", _BAMBA),
     "granite": Architecture("GraniteForCausalLM", LeanArchitecture(), GgufArchitecture(
         "granite", switches=_BIASES, is_permuted=True, scales={
             "logit_scale": "logits_scaling", "residual_scale": "residual_multiplier",

@@ -5,6 +5,7 @@ An unknown architecture or part is refused by name and left to the generic decod
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
@@ -18,18 +19,16 @@ from foretoken.decoder.blocks import (
     Block,
     Blocks,
     BlockSpec,
-    Convolution,
     Experts,
     FeedForward,
     LeanWeights,
-    LinearAttention,
     Matrix,
     Norm,
     RecurrentBlock,
     Rotary,
-    ShortConvolution,
 )
 from foretoken.decoder.memory import is_plain
+from foretoken.decoder.mixers import Convolution, LinearAttention, ShortConvolution
 from foretoken.decoder.quantized_modules import QuantizedEmbedding, QuantizedExperts, QuantizedLinear, embedding_table
 from foretoken.models.architectures import LEAN_ARCHITECTURES, LeanArchitecture
 from foretoken.models.borrowed import foreign_call
@@ -43,7 +42,7 @@ if TYPE_CHECKING:
 
 _LAYERS = (
     nn.Linear, QuantizedLinear, QuantizedExperts, nn.Embedding, QuantizedEmbedding, nn.LayerNorm, nn.Dropout,
-    nn.ModuleList, nn.Conv1d,
+    nn.ModuleList, nn.Conv1d, nn.Identity,
 )  # fmt: skip
 _ACTIVATIONS: dict[str, Activation] = {
     "silu": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh",
@@ -156,9 +155,11 @@ def _activation(config: Any, architecture: LeanArchitecture) -> str:
 def _block(
     layer: Any, config: Any, index: int, architecture: LeanArchitecture, tables: Callable[..., Rotary] | None
 ) -> Block | RecurrentBlock:
-    if architecture.mixer is not None and getattr(layer, architecture.mixer, None) is not None:
-        return _recurrent_block(layer, config, architecture)
-    attention, offset = layer.self_attn, architecture.norm_offset
+    mixer = getattr(layer, architecture.mixer or "", None)
+    attention, offset = getattr(layer, "self_attn", None), architecture.norm_offset
+    if attention is None:
+        return _recurrent_block(layer, mixer, config, architecture)
+    factor, read = getattr(layer, "residual_multiplier", 1.0), getattr(layer, "attention_in_multiplier", 1.0)
     head_dim = attention.head_dim
     queries = config.num_attention_heads * head_dim * (2 if architecture.gates_heads else 1)
     sizes = [queries, *[config.num_key_value_heads * head_dim] * 2]
@@ -177,43 +178,56 @@ def _block(
             num_heads=config.num_attention_heads,
             num_kv_heads=config.num_key_value_heads,
             head_dim=head_dim,
-            scale=attention.scaling,
+            scale=attention.scaling * getattr(attention, "key_multiplier", 1.0) * read**2,
             softcap=config.attn_logit_softcapping if architecture.softcap else None,
             window=windows[architecture.window],
             activation=_ACTIVATIONS[_activation(config, architecture)],
         ),
-        query=query,
-        key=key,
-        value=value,
-        output=Matrix.of(_part(attention, "o_proj", architecture)),
+        query=_of_scaled(query, read),
+        key=_of_scaled(key, read),
+        value=_of_scaled(value, read),
+        output=_of_scaled(Matrix.of(_part(attention, "o_proj", architecture)), read),
         mlp=_mlp(layer, architecture),
         rotary=_rotary(attention, config, index, tables),
         gates_heads=architecture.gates_heads,
-        attention_factor=getattr(layer, "residual_multiplier", 1.0),
-        mlp_factor=getattr(layer, "residual_multiplier", 1.0),
+        beside=None if mixer is None else _mixer(layer, mixer),
+        attention_factor=factor * getattr(layer, "attn_out_multiplier", 1.0) * read,
+        mlp_factor=_mlp_factor(layer, architecture),
         **norms,
     )
 
 
-def _recurrent_block(layer: Any, config: Any, architecture: LeanArchitecture) -> RecurrentBlock:
-    mixer = getattr(layer, architecture.mixer or "")
-    if hasattr(mixer, "head_k_dim"):
-        own: ShortConvolution | LinearAttention = _gated_delta(mixer)
-    else:
-        own = _state_space(mixer) if hasattr(mixer, "A_log") else _short_convolution(mixer)
+def _of_scaled(matrix: Matrix, factor: float) -> Matrix:
+    """Returns the matrix M for which M x, times a factor, is the matrix times (factor x)."""
+    return matrix if matrix.bias is None or factor == 1.0 else replace(matrix, bias=matrix.bias.detach() / factor)
+
+
+def _mlp_factor(layer: Any, architecture: LeanArchitecture) -> float:
+    own = getattr(_part(layer, "mlp", architecture), "down_multiplier", 1.0)
+    return float(own * getattr(layer, "residual_multiplier", 1.0))
+
+
+def _recurrent_block(layer: Any, mixer: Any, config: Any, architecture: LeanArchitecture) -> RecurrentBlock:
     norms: Any = {
         field: _norm(getattr(layer, name), architecture.norm_offset)
         for field, name in (architecture.mixer_norms or architecture.norms).items()
     }
     return RecurrentBlock(
-        mixer=own,
-        output=Matrix.of(mixer.out_proj if hasattr(mixer, "out_proj") else mixer.o_proj),
+        mixer=_mixer(layer, mixer),
         mlp=_mlp(layer, architecture),
         activation=_ACTIVATIONS[_activation(config, architecture)],
-        mixer_factor=getattr(layer, "residual_multiplier", 1.0),
-        mlp_factor=getattr(layer, "residual_multiplier", 1.0),
+        mlp_factor=_mlp_factor(layer, architecture),
         **norms,
     )
+
+
+def _mixer(layer: Any, module: Any) -> ShortConvolution | LinearAttention:
+    output = Matrix.of(module.out_proj if hasattr(module, "out_proj") else module.o_proj)
+    factor = getattr(layer, "residual_multiplier", 1.0) * getattr(layer, "ssm_out_multiplier", 1.0)
+    parts: Any = {"output": output, "output_factor": factor}
+    if hasattr(module, "head_k_dim"):
+        return _gated_delta(module, **parts)
+    return _state_space(module, **parts) if hasattr(module, "A_log") else _short_convolution(module, **parts)
 
 
 def _convolution(module: Any) -> Convolution:
@@ -221,9 +235,10 @@ def _convolution(module: Any) -> Convolution:
     return Convolution(weight=module.weight.detach().squeeze(1), bias=bias)
 
 
-def _short_convolution(mixer: Any) -> ShortConvolution:
+def _short_convolution(mixer: Any, **output: Any) -> ShortConvolution:
     """LFM2: the rows of the factor, the gate and the input."""
-    return ShortConvolution(projection=Matrix.of(mixer.in_proj), order=(2, 1, 0), convolution=_convolution(mixer.conv))
+    projection, convolution = Matrix.of(mixer.in_proj), _convolution(mixer.conv)
+    return ShortConvolution(projection=projection, order=(2, 1, 0), convolution=convolution, **output)
 
 
 _DELTA_NET = (
@@ -233,7 +248,7 @@ _DELTA_NET = (
 )
 
 
-def _gated_delta(mixer: Any) -> LinearAttention:
+def _gated_delta(mixer: Any, **output: Any) -> LinearAttention:
     """Gated DeltaNet: queries, keys, values; steps; betas; gates."""
     keys, heads = mixer.key_dim, mixer.num_v_heads
     norm = _norm(mixer.norm if hasattr(mixer, "norm") else mixer.o_norm)
@@ -254,6 +269,7 @@ def _gated_delta(mixer: Any) -> LinearAttention:
         norm_size=mixer.head_v_dim,
         gates_first=False,
         beta_scale=2.0 if getattr(mixer, "allow_neg_eigval", False) else 1.0,
+        **output,
     )
 
 
@@ -266,11 +282,13 @@ def _interleaved(mixer: Any) -> Tensor:
     return torch.cat(ordered).int()
 
 
-def _state_space(mixer: Any) -> LinearAttention:
+def _state_space(mixer: Any, **output: Any) -> LinearAttention:
     """Mamba2: gates; values, keys, queries; steps."""
     inner, groups, size = mixer.intermediate_size, mixer.n_groups, mixer.ssm_state_size
+    factor, factors = getattr(mixer, "ssm_in_multiplier", 1.0), getattr(mixer, "mup_vector", None)
     return LinearAttention(
-        projections=(Matrix.of(mixer.in_proj),),
+        projections=(_of_scaled(Matrix.of(mixer.in_proj), factor),),
+        factors=None if factors is None else factors.detach().float().flatten() * factor,
         columns=(inner, 0),
         channels=(inner + groups * size, inner, 0),
         convolution=_convolution(mixer.conv1d),
@@ -281,10 +299,11 @@ def _state_space(mixer: Any) -> LinearAttention:
         decay=-mixer.A_log.detach().float().exp(),
         step_bias=mixer.dt_bias.detach(),
         skip=mixer.D.detach(),
-        norm=_norm(mixer.norm),
+        norm=None if isinstance(mixer.norm, nn.Identity) else _norm(mixer.norm),
         norm_size=inner // groups,
-        gates_first=True,
+        gates_first=not getattr(mixer.norm, "norm_before_gate", False),
         beta_scale=0.0,
+        **output,
     )
 
 
@@ -324,7 +343,7 @@ def _feed_forward(module: Any, architecture: LeanArchitecture) -> FeedForward:
     names = tuple(architecture.names.get(name, name) for name in ("gate_proj", "up_proj"))
     joined = architecture.names.get("gate_up_proj", "gate_up_proj")
     gate, up = _matrices(module, names, joined, [down.in_features] * 2)
-    return FeedForward(gate=gate, up=up, down=Matrix.of(down))
+    return FeedForward(gate=gate, up=up, down=Matrix.of(down), gate_factor=getattr(module, "gate_multiplier", 1.0))
 
 
 def _matrices(owner: Any, names: tuple[str, ...], joined: str, sizes: list[int]) -> list[Matrix]:

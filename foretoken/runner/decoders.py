@@ -58,9 +58,9 @@ def layer_shapes(model: LoadedModel) -> list[LayerShape]:
         layers = read_weights(model, 1).layers
     except UnsuitableError:
         return probe_layer_shapes(model.module)
-    specs = [block.spec for block in layers.attention]
-    if len(specs) < len(layers.blocks):  # sizes of states
+    if layers.mixers:
         return probe_layer_shapes(model.module)
+    specs = [block.spec for block in layers.attention]
     return [LayerShape(spec.num_kv_heads, spec.head_dim, spec.head_dim) for spec in specs]
 
 

@@ -31,6 +31,8 @@ ARCHITECTURES = (
     "bamba",
     "granitemoehybrid",
     "granitemoehybrid_dense",
+    "falcon_h1",
+    "falcon_h1_biases",
 )
 
 

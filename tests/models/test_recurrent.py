@@ -38,6 +38,8 @@ NATIVE = (
     "bamba",
     "granitemoehybrid",
     "granitemoehybrid_dense",
+    "falcon_h1",
+    "falcon_h1_biases",
 )
 ROUTES = [*((name, "generic") for name in RECURRENT_ARCHITECTURES), *((name, "lean-native") for name in NATIVE)]
 

@@ -58,7 +58,8 @@ class Decoder {
     for (int64_t i = 0; i < model_.num_layers; ++i) {
       keep_features(i);
       if (pass_.is_append && i == model_.num_layers - 1) return append(model_.layers[i]);
-      model_.layers[i].recurrent.kind == kAttention ? attend(model_.layers[i]) : recur(model_.layers[i]);
+      if (model_.layers[i].query.weight != nullptr) attend(model_.layers[i]);
+      if (model_.layers[i].recurrent.kind != kNothing) recur(model_.layers[i]);
       feed_forward(model_.layers[i]);
     }
     keep_features(model_.num_layers);
@@ -108,11 +109,12 @@ class Decoder {
   }
 
   void recur(const Layer& layer) {
-    normalise(layer.attention_norm);
-    const MatrixInputs<T> mixed(space_.mixed, rows_, layer.output.cols, space_.rounded);
-    recurrent_.run(layer.recurrent, normed_, mixed);
+    if (layer.query.weight == nullptr) normalise(layer.attention_norm);  // otherwise attention has
+    const Recurrent& own = layer.recurrent;
+    const MatrixInputs<T> mixed(space_.mixed, rows_, own.output.cols, space_.rounded);
+    recurrent_.run(own, normed_, mixed);
     barrier_.wait();
-    add(layer.output, mixed, layer.attention_post_norm, layer.attention_factor);
+    add(own.output, mixed, Norm{}, own.output_factor);
   }
 
   // Each thread computes queries, keys and values of some KV heads and their attention. It waits for no other thread,
@@ -188,7 +190,7 @@ class Decoder {
     if (layer.experts.count > 0) return add_experts(layer);
     round(normed_, rows_, {&layer.gate, &layer.up});
     const MatrixInputs<T> inner(space_.inner, rows_, layer.up.rows, space_.rounded);
-    multiply_activated(layer.activation, layer.gate, layer.up, normed_, rows_, inner, space_.gate, space_.up);
+    multiply_activated(layer.activation, layer.gate, layer.up, normed_, rows_, inner, space_.gate, space_.up, layer.gate_factor);
     barrier_.wait();
     add(layer.down, inner, layer.mlp_post_norm, layer.mlp_factor);
   }

@@ -25,23 +25,23 @@
 
 namespace {
 
-// inner (M, rows) = f(gate projection) * up projection of x (M, K), or f(up projection) without gate weights: this
-// thread's share of the rows. gates, ups: (M, rows), scratch for both projections, unused where matrix units compute both together.
+// inner (M, rows) = f(factor * gate projection) * up projection of x (M, K), or f(factor * up projection) without gate
+// weights: this thread's share of the rows. gates, ups: (M, rows), scratch for both projections, unused where matrix units compute both together.
 template <class X>
-void multiply_activated(int64_t activation, const Matrix& gate, const Matrix& up, const X& x, int64_t M, const X& inner, float* gates, float* ups) {
+void multiply_activated(int64_t activation, const Matrix& gate, const Matrix& up, const X& x, int64_t M, const X& inner, float* gates, float* ups, float factor = 1.0f) {
   const bool has_gate = gate.weight != nullptr;
 #if defined(FORETOKEN_TILES)
   if constexpr (std::is_same_v<X, TileInputs>) {
-    if (has_gate && gate.bits == 0 && up.bits == 0) return with_activation(activation, [&](auto f) { multiply_gated(gate, up, x, M, inner, f); });
+    if (has_gate && gate.bits == 0 && up.bits == 0) return with_activation(activation, factor, [&](auto f) { multiply_gated(gate, up, x, M, inner, f); });
 #if defined(__AMX_INT8__)
-    if (has_gate && is_gated_fast(gate, up, M)) return with_activation(activation, [&](auto f) { multiply_rounded_gated(gate, up, x.rounded, M, inner, f); });
+    if (has_gate && is_gated_fast(gate, up, M)) return with_activation(activation, factor, [&](auto f) { multiply_rounded_gated(gate, up, x.rounded, M, inner, f); });
 #endif
   }
 #endif
   if (has_gate) multiply_into(gate, x, M, gates, X::kWholeShare);
   multiply_into(up, x, M, ups, X::kWholeShare);
   const auto [begin, end] = Share(up.rows, X::kWholeShare);  // computed by this thread
-  with_activation(activation, [&](auto f) {
+  with_activation(activation, factor, [&](auto f) {
     for (int64_t m = 0; m < M; ++m) activate_portion(inner, m, has_gate ? gates + m * up.rows : nullptr, ups + m * up.rows, begin, end, f);
   });
 }
@@ -123,7 +123,7 @@ class ExpertLayer {
   void run_shared(const MatrixInputs<T>& inputs) const {
     round_inputs_of({&layer_.gate, &layer_.up, &experts_.shared_gate}, inputs, M_, barrier_);
     const MatrixInputs<T> inner(space_.inner, M_, layer_.up.rows, space_.rounded);
-    multiply_activated(layer_.activation, layer_.gate, layer_.up, inputs, M_, inner, space_.gate, space_.up);
+    multiply_activated(layer_.activation, layer_.gate, layer_.up, inputs, M_, inner, space_.gate, space_.up, layer_.gate_factor);
     if (experts_.shared_gate.weight != nullptr) multiply_into(experts_.shared_gate, inputs, M_, space_.shared_gates);
     barrier_.wait();
     round_inputs_of({&layer_.down}, inner, M_, barrier_);

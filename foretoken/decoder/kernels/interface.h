@@ -55,13 +55,13 @@ struct Experts {
   int64_t is_normalised;        // whether the weights of a token's experts are scaled to sum to 1
 };
 
-// What a layer has in place of attention, see `recurrent.h`. Its projections, the outputs of `inputs`, stand in a row of
+// What a layer has in place of attention or beside it, see `recurrent.h`. Its projections, the outputs of `inputs`, stand in a row of
 // a token. From `row_at` on are the inputs of the convolution, then the raw steps of all heads, then their raw
 // betas (delta rule alone): that part of the row, `row_size`, is stored for later passes.
-enum RecurrentKind : int64_t { kAttention = 0, kConvolution = 1, kDelta = 2, kStateSpace = 3 };
+enum RecurrentKind : int64_t { kNothing = 0, kConvolution = 1, kDelta = 2, kStateSpace = 3 };
 constexpr int kMostInputs = 6;
 struct Recurrent {
-  Matrix inputs[kMostInputs];
+  Matrix inputs[kMostInputs], output;
   int64_t kind;                               // a `RecurrentKind`
   int64_t num_inputs, width;                  // of a row
   int64_t row_at, row_size, gate_at;          // gate: of the outputs
@@ -72,10 +72,11 @@ struct Recurrent {
   int64_t norm_size, gates_first;             // outputs that are normed together; whether the gate comes before the norm
   int64_t state_at, rows_before;              // in a block of states, and in a row, see `Pass`
   const int32_t* places;                      // (width,), the columns of the inputs' outputs; null: side by side
+  const float* factors;                       // (width,), of the columns; null: 1
   const float *taps, *tap_bias;               // (window + 1, channels), (channels,) or null
   const float *decay, *step_bias, *skip;      // (heads,); skip: the values' own part of the outputs, or null
-  Norm norm;                                  // (heads * value_dim,)
-  float beta_scale;
+  Norm norm;                                  // (heads * value_dim,), or none
+  float beta_scale, output_factor;
 };
 
 struct Layer {
@@ -93,8 +94,8 @@ struct Layer {
   int64_t norms_all_heads;    // whether one norm covers all heads of queries or keys
   int64_t gates_heads;        // whether each head of queries has a gate of its output behind it
   float scale, softcap;       // of attention scores; 0: no cap
-  float attention_factor, mlp_factor;  // of what attention, or what stands in its place, and the feed-forward layer add
-  Recurrent recurrent;        // in place of query, key and value
+  float attention_factor, mlp_factor, gate_factor;  // of what attention and the feed-forward layer add; of what is activated
+  Recurrent recurrent;        // in place of attention, whose matrices are null then; or beside it, with the same inputs
 };
 
 struct Model {

@@ -78,8 +78,13 @@ class RecurrentLayers {
     for (int64_t i = 0, at = 0; i < layer.num_inputs; at += layer.inputs[i++].rows) {
       multiply(layer.inputs[i], inputs, rows_, [&](int64_t m, int64_t n, auto count, const float* values) {
         float* row = space_.projected + m * layer.width;
-        if (layer.places == nullptr) return void(std::copy_n(values, count, row + at + n));
-        for (int64_t k = 0; k < count; ++k) row[layer.places[at + n + k]] = values[k];
+        if (layer.places != nullptr) {
+          for (int64_t k = 0; k < count; ++k) row[layer.places[at + n + k]] = values[k];
+        } else if (layer.factors != nullptr) {
+          for (int64_t k = at + n; k < at + n + count; ++k) row[k] = values[k - at - n] * layer.factors[k];
+        } else {
+          std::copy_n(values, count, row + at + n);
+        }
       });
     }
     barrier_.wait();
@@ -283,13 +288,17 @@ class RecurrentLayers {
     std::copy_n(buffer, count, space_.read + (m * layer.heads + head) * layer.value_dim + first);
   }
 
-  // The norm of a group of a token's outputs, and their gate before or after it.
+  // The norm of a group of a token's outputs if there is one, and their gate before or after it.
   void put_gated(const Recurrent& layer, const MatrixInputs<T>& mixed, int64_t m, int64_t group) const {
     const int64_t size = layer.norm_size, first = group * size;
     float* x = space_.read + m * layer.heads * layer.value_dim + first;
     const float *gate = space_.projected + m * layer.width + layer.gate_at + first, *weight = layer.norm.weight + first;
     if (layer.gates_first) {
       for (int64_t k = 0; k < size; ++k) x[k] *= silu(Lanes{} + gate[k])[0];
+    }
+    if (layer.norm.weight == nullptr) {
+      for (int64_t k = 0; k < size; ++k) mixed.put(m, first + k, x[k]);
+      return;
     }
     const float factor = norm_factor(x, size, layer.norm.epsilon);
     int64_t k = 0;

@@ -148,13 +148,13 @@ void rotate(float* x, const float* cos, const float* sin, int64_t pairs) {
   }
 }
 
-// Calls run(f) with an activation.
+// Calls run(f) with an activation of its input times a factor.
 template <class Run>
-void with_activation(int64_t activation, Run&& run) {
+void with_activation(int64_t activation, float factor, Run&& run) {
   switch (activation) {
-    case kGeluTanh: return run([](Lanes x) { return gelu_tanh(x); });
-    case kGelu: return run([](Lanes x) { return gelu(x); });
-    default: return run([](Lanes x) { return silu(x); });
+    case kGeluTanh: return run([=](Lanes x) { return gelu_tanh(x * factor); });
+    case kGelu: return run([=](Lanes x) { return gelu(x * factor); });
+    default: return run([=](Lanes x) { return silu(x * factor); });
   }
 }
 

@@ -40,6 +40,7 @@ inline bool has_integers(const Model& model) {
   for (int64_t i = 0; i < model.num_layers; ++i) {
     const Layer& layer = model.layers[i];
     for (const Matrix& each : layer.recurrent.inputs) found = found || each.bits != 0;
+    found = found || layer.recurrent.output.bits != 0;
     for (const Matrix* each : {&layer.query, &layer.key, &layer.value, &layer.output, &layer.gate, &layer.up, &layer.down, &layer.experts.gate_up, &layer.experts.down, &layer.experts.shared_gate}) found = found || each->bits != 0;
   }
   return found;
