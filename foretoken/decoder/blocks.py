@@ -6,7 +6,8 @@
 Each of the norms is optional, and factors are 1 in most architectures. `mlp` is one feed-forward layer, gated or not,
 or a mixture of experts. Attention is grouped-query attention with rotary positions.
 
-A recurrent block has another mixer in place of attention, see `RecurrentBlock`; some blocks have both.
+A recurrent block has another mixer in place of attention, see `RecurrentBlock`; some blocks have both. In some
+architectures a block is one of the two lines alone.
 
 Letters: E hidden size, H query heads, Hk KV heads, D head size, I width of the feed-forward layer, P positions, R
 rotated elements of a head, X experts.
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
     from foretoken.core.passes import Tap
     from foretoken.decoder.mixers import LinearAttention, ShortConvolution
 
-Activation = Literal["silu", "gelu_tanh", "gelu"]
+Activation = Literal["silu", "gelu_tanh", "gelu", "relu2"]
 
 
 class Part:
@@ -138,7 +139,7 @@ class BlockSpec:
         scale: Factor of the dot products of attention; D ** -0.5 when None.
         softcap: c in c tanh(score / c), or None.
         window: A token only sees keys less than this many positions back; None for all.
-        activation: Of the feed-forward layers; "gelu_tanh" is the tanh approximation.
+        activation: Of the feed-forward layers; "gelu_tanh" is the tanh approximation, "relu2" max(x, 0) ** 2.
     """
 
     num_heads: int
@@ -236,6 +237,7 @@ class Block(Part):
         query: (H D, E), or (H D, 2 E) with a second input.
         key: (Hk D, E), or (Hk D, 2 E).
         output: (E, H D).
+        mlp: None for attention alone.
         side: The second input or None; of the first block alone.
         attention_norm: (E,), before attention, or None.
         attention_post_norm: (E,), of attention's output before it is added, or None.
@@ -256,7 +258,7 @@ class Block(Part):
     key: Matrix
     value: Matrix
     output: Matrix
-    mlp: FeedForward | Experts
+    mlp: FeedForward | Experts | None
     side: Side | None = None
     attention_norm: Norm | None = None
     attention_post_norm: Norm | None = None
@@ -284,6 +286,7 @@ class RecurrentBlock(Part):
     """One decoder block without attention: reads the state behind a token's parent in place of a KV cache.
 
     Attributes:
+        mlp: None for the mixer alone.
         attention_norm: (E,), before the mixer.
         mlp_norm: (E,), before the feed-forward layer.
         activation: Of the feed-forward layers.
@@ -291,7 +294,7 @@ class RecurrentBlock(Part):
     """
 
     mixer: ShortConvolution | LinearAttention
-    mlp: FeedForward | Experts
+    mlp: FeedForward | Experts | None
     attention_norm: Norm | None = None
     mlp_norm: Norm | None = None
     activation: Activation = "silu"
@@ -304,14 +307,28 @@ class RecurrentBlock(Part):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Blocks(Part):
-    """Blocks in order, all of the same hidden size and heads, and the (E,) norm after the last block."""
+class FeedForwardBlock(Part):
+    """One decoder block without attention and mixer; its attributes are those of `RecurrentBlock`."""
 
-    blocks: Sequence[Block | RecurrentBlock]
+    mlp: FeedForward | Experts
+    mlp_norm: Norm | None = None
+    activation: Activation = "silu"
+    mlp_factor: float = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Blocks(Part):
+    """Blocks in order, all of the same hidden size and heads, and the (E,) norm after the last block.
+
+    At least one of the blocks has attention or a mixer.
+    """
+
+    blocks: Sequence[Block | RecurrentBlock | FeedForwardBlock]
     final_norm: Norm | None = None
 
     def __post_init__(self) -> None:
-        require(len(self.blocks) > 0, "there is at least one block")
+        is_mixed = any(not isinstance(block, FeedForwardBlock) for block in self.blocks)
+        require(is_mixed, "there is at least one block with attention or a mixer")
         require(not any(block.side for block in self.attention[1:]), "only the first block has a second input")
 
     @property
@@ -326,19 +343,29 @@ class Blocks(Part):
         return mixers + [block.beside for block in self.attention if block.beside is not None]
 
     @property
+    def is_plain(self) -> bool:
+        """Whether every block has attention and a feed-forward layer, and nothing beside or behind them."""
+        plain = [each for each in self.attention if not each.gates_heads and each.beside is None and each.mlp]
+        return len(plain) == len(self.blocks)
+
+    @property
+    def _weight(self) -> Tensor | QuantizedMatrix:
+        return next(block for block in self.blocks if not isinstance(block, FeedForwardBlock)).output.weight
+
+    @property
     def hidden_size(self) -> int:
         """E."""
-        return int(self.blocks[0].output.weight.shape[0])
+        return int(self._weight.shape[0])
 
     @property
     def dtype(self) -> torch.dtype:
         """Dtype of all matrices."""
-        return self.blocks[0].output.weight.dtype
+        return self._weight.dtype
 
     @property
     def device(self) -> torch.device:
         """Device of all tensors."""
-        return self.blocks[0].output.weight.device
+        return self._weight.device
 
     @property
     def has_side(self) -> bool:

@@ -22,7 +22,16 @@ from foretoken.decoder.arguments import (
     RecurrentArguments,
 )
 from foretoken.decoder.base import UnsuitableError
-from foretoken.decoder.blocks import Experts, FeedForward, LeanWeights, Matrix, RecurrentBlock
+from foretoken.decoder.blocks import (
+    Block,
+    BlockSpec,
+    Experts,
+    FeedForward,
+    FeedForwardBlock,
+    LeanWeights,
+    Matrix,
+    RecurrentBlock,
+)
 from foretoken.decoder.memory import Described, HeldMemory, has_memory, is_plain, lost_memory, use_huge_pages
 from foretoken.decoder.mixers import LinearAttention
 from foretoken.decoder.native_states import mixer_floats
@@ -37,9 +46,10 @@ if TYPE_CHECKING:
     from foretoken.decoder.mixers import ShortConvolution
     from foretoken.decoder.slot_cache import SlotCache
 
-_ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "gelu": 2}
+_ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "gelu": 2, "relu2": 3}
 _NORMS = {"rms": 0, "layer": 1}
 _MOST_TAPS = 8  # `kMostTaps` of the kernels
+_NO_HEADS = BlockSpec(num_heads=1, num_kv_heads=1, head_dim=16)  # of a model without attention; nothing reads them
 _ANY_POSITION = 1 << 62  # bound of positions if no layer looks them up; above every context
 
 
@@ -73,11 +83,9 @@ class NativeModel(Described):
         self._vectors = _Vectors((layers if ends is None else ends).tensors())
         self._pass_bytes = _num_bytes(layers, ends, quantization)
         self._hidden = layers.hidden_size
-        if not layers.attention:
-            raise UnsuitableError("no block has attention. Expected one at least.")
-        self._rows_like = next(keys for keys in cache.keys if keys.shape[1])
+        self._rows_like = next((keys for keys in cache.keys if keys.shape[1]), None)
         self._window = self._state_size = self._row_size = 0  # of recurrent layers
-        spec = layers.attention[0].spec
+        spec = layers.attention[0].spec if layers.attention else _NO_HEADS
         self._heads, self._kv_heads, self._head_dim = spec.num_heads, spec.num_kv_heads, spec.head_dim
         self._num_positions = min(
             (block.rotary.cos.shape[0] for block in layers.attention if block.rotary is not None), default=_ANY_POSITION
@@ -128,8 +136,8 @@ class NativeModel(Described):
             layers=self._layers,
         )
 
-    def _layer(self, index: int, block: described.Block | RecurrentBlock) -> Layer:
-        if isinstance(block, RecurrentBlock):
+    def _layer(self, index: int, block: Block | RecurrentBlock | FeedForwardBlock) -> Layer:
+        if not isinstance(block, Block):
             return self._recurrent_layer(index, block)
         spec, hidden, width = block.spec, self._hidden, self._head_dim
         if (spec.num_heads, spec.num_kv_heads, spec.head_dim) != (self._heads, self._kv_heads, width):
@@ -169,14 +177,15 @@ class NativeModel(Described):
         _share_inputs(index, layer.gate, layer.up, layer.experts.shared_gate)
         return layer
 
-    def _recurrent_layer(self, index: int, block: RecurrentBlock) -> Layer:
+    def _recurrent_layer(self, index: int, block: RecurrentBlock | FeedForwardBlock) -> Layer:
+        mixer, norm = (None, None) if isinstance(block, FeedForwardBlock) else (block.mixer, block.attention_norm)
         layer = Layer(
             **self._mlp(block.mlp),
-            attention_norm=self._norm("the norm before the mixer", block.attention_norm, self._hidden),
+            attention_norm=self._norm("the norm before the mixer", norm, self._hidden),
             mlp_norm=self._norm("the norm before the feed-forward layer", block.mlp_norm, self._hidden),
             activation=_ACTIVATIONS[block.activation],
             mlp_factor=block.mlp_factor,
-            recurrent=self._mixer(index, block.mixer),
+            recurrent=self._mixer(index, mixer),
         )
         _share_inputs(index, layer.gate, layer.up, layer.experts.shared_gate)
         return layer
@@ -248,7 +257,9 @@ class NativeModel(Described):
             "tap_bias": None if bias is None else self._copied("the bias of a convolution", bias, channels),
         }  # fmt: skip
 
-    def _mlp(self, mlp: FeedForward | Experts) -> dict[str, Any]:
+    def _mlp(self, mlp: FeedForward | Experts | None) -> dict[str, Any]:
+        if mlp is None:
+            return {}
         return self._experts(mlp) if isinstance(mlp, Experts) else self._feed_forward(mlp)
 
     def _feed_forward(self, layers: FeedForward) -> dict[str, Any]:
@@ -361,16 +372,18 @@ class NativeModel(Described):
         return self._vectors.copy(vector)
 
     def _cache_rows(self) -> dict[str, int]:
-        keys = self._rows_like
+        keys, made = self._rows_like, {"capacity": self._cache.capacity, "rows_are_rounded": self._cache.is_rounded}
+        if keys is None:  # no rows at all
+            return made | {"num_slots": self._cache.num_slots, "layer_rows": self._cache.capacity}
         slot_rows, head_rows = (stride // keys.shape[3] for stride in keys.stride()[:2])
-        return {
-            "capacity": self._cache.capacity, "num_slots": len(keys), "slot_rows": slot_rows, "head_rows": head_rows,
-            "layer_rows": self._kv_heads * self._cache.num_rows, "rows_are_rounded": self._cache.is_rounded,
+        return made | {
+            "num_slots": len(keys), "slot_rows": slot_rows, "head_rows": head_rows,
+            "layer_rows": self._kv_heads * self._cache.num_rows,
         }  # fmt: skip
 
     def _hold_rows(self, name: str, rows: Tensor) -> int:
         """Returns the address of a layer's keys or values; their strides must be those of every other layer."""
-        width, dtype, first = self._head_dim, self._dtype, self._rows_like
+        width, dtype, first = self._head_dim, self._dtype, rows if self._rows_like is None else self._rows_like
         if self._cache.is_rounded:
             width, dtype = width + torch.float32.itemsize, torch.int8
         self._check_layout(name, rows[0, 0], (self._cache.capacity, width), dtype)

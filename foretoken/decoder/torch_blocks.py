@@ -258,6 +258,8 @@ def _normed(x: Tensor, norm: Norm | None) -> Tensor:
 def _activated(x: Tensor, activation: Activation) -> Tensor:
     if activation == "silu":
         return functional.silu(x)
+    if activation == "relu2":
+        return functional.relu(x).square()
     return functional.gelu(x, approximate="tanh" if activation == "gelu_tanh" else "none")
 
 
@@ -288,8 +290,10 @@ class TorchBlocks:
 
     def __init__(self, blocks: Blocks, cache: SlotCache, *, moves_weights: bool = False) -> None:
         """Fuses the projections of blocks on one device; takes the fastest element-wise operations."""
-        if blocks.mixers or any(block.gates_heads for block in blocks.attention):
-            raise UnsuitableError("only native kernels on CPUs run recurrent layers, and attention with gates.")
+        if not blocks.is_plain:
+            raise UnsuitableError(
+                "only native kernels on CPUs run recurrent layers, attention with gates, and blocks of one part."
+            )
         self._cache, self._ops = cache, elementwise_ops(blocks.dtype, blocks.device)
         self._layers = [
             _Layer(index, block, blocks.dtype, moves_weights=moves_weights)
@@ -380,6 +384,7 @@ class _Layer:
         self.block = replace(block, **norms, side=None if side is None else Side(norm=side))
         self.query_key_value = fuse(block.query, block.key, block.value, moves_weights=moves_weights)
         self.output = fuse(block.output)
+        assert block.mlp is not None, "the blocks are plain"
         self.mlp = (
             TorchExperts(block.mlp, block, moves_weights=moves_weights)
             if isinstance(block.mlp, Experts)

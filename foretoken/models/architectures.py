@@ -28,11 +28,13 @@ class LeanArchitecture:
         window: Source of the sliding window: "none", "config" (one for all layers), or "layer"
             (`self_attn.sliding_window`).
         softcap: Whether the configuration caps attention scores.
-        names: Of parts, where they differ from Llama's: of a layer, of `self_attn`, of the feed-forward layer, and of
-            the final norm. "experts": those of a layer beside its feed-forward layer.
+        names: Of parts, where they differ from Llama's: of the model, of a layer, of `self_attn`, of the feed-forward
+            layer, of the embedding and the final norm. "experts": those of a layer beside its feed-forward layer.
         mixer: The recurrent part of a layer, in place of `self_attn` or beside it; None if no layer has one.
         mixer_norms: As `norms`, of recurrent layers; None for the same.
         gates_heads: Whether queries have gates of the heads' outputs, see `Block`.
+        is_one_part: Whether a layer has one part and one norm, the `mixer` and `norms["attention_norm"]`: attention, a
+            recurrent part or a feed-forward layer.
     """
 
     norms: Mapping[str, str] = field(default_factory=lambda: _NORMS)
@@ -44,6 +46,7 @@ class LeanArchitecture:
     mixer: str | None = None
     mixer_norms: Mapping[str, str] | None = None
     gates_heads: bool = False
+    is_one_part: bool = False
 
 
 # transformers' names of the parts of a block, by the names of their tensors in GGUF files.
@@ -149,6 +152,10 @@ _BAMBA = LeanArchitecture(
     norms={"attention_norm": "input_layernorm", "mlp_norm": "pre_ff_layernorm"}, mixer="mamba",
     names={"norm": "final_layernorm", "mlp": "feed_forward"},
 )  # fmt: skip
+_ONE_PART = LeanArchitecture(
+    norms={"attention_norm": "norm"}, mixer="mixer", names={"embed_tokens": "embeddings", "norm": "norm_f"},
+    is_one_part=True,
+)  # fmt: skip
 _LFM2 = {
     "attn_output": "self_attn.out_proj", "attn_q_norm": "self_attn.q_layernorm",
     "attn_k_norm": "self_attn.k_layernorm", "attn_norm": "operator_norm", "ffn_norm": "ffn_norm",
@@ -194,6 +201,8 @@ ARCHITECTURES = {
         "mlp": "shared_mlp", "gate_up_proj": "input_linear", "down_proj": "output_linear",
         "experts": "block_sparse_moe"})),
     "falcon_h1": Architecture("FalconH1ForCausalLM", _BAMBA),
+    "nemotron_h": Architecture("NemotronHForCausalLM", replace(_ONE_PART, activation="mlp_hidden_act")),
+    "mamba2": Architecture("Mamba2ForCausalLM", replace(_ONE_PART, names={**_ONE_PART.names, "model": "backbone"})),
     "granite": Architecture("GraniteForCausalLM", LeanArchitecture(), GgufArchitecture(
         "granite", switches=_BIASES, is_permuted=True, scales={
             "logit_scale": "logits_scaling", "residual_scale": "residual_multiplier",

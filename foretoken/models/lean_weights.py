@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import cache
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,7 @@ from foretoken.decoder.blocks import (
     BlockSpec,
     Experts,
     FeedForward,
+    FeedForwardBlock,
     LeanWeights,
     Matrix,
     Norm,
@@ -46,6 +47,7 @@ _LAYERS = (
 )  # fmt: skip
 _ACTIVATIONS: dict[str, Activation] = {
     "silu": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh",
+    "relu2": "relu2",
 }  # fmt: skip
 
 
@@ -55,11 +57,11 @@ def read_weights(model: LoadedModel, num_positions: int) -> LeanWeights:
         return model.lean(num_positions)
     module: Any = model.module
     architecture = _known_architecture(module, model.config)
-    backbone = module.model
+    backbone = _part(module, "model", architecture)
     tables = None
-    if backbone.rotary_emb is not None:
+    if getattr(backbone, "rotary_emb", None) is not None:
         tables = _rotary_tables(backbone.rotary_emb, min(num_positions, model.context_len), model)
-    embedding, scale = embedding_table(backbone.embed_tokens)
+    embedding, scale = embedding_table(_part(backbone, "embed_tokens", architecture))
     logit_scale, logit_softcap = logits_shape(model.config)
     return LeanWeights(
         embedding=embedding,
@@ -99,7 +101,7 @@ def _known_architecture(module: Any, config: Any) -> LeanArchitecture:
         raise UnsuitableError(f"{foreign[0]} is not a plain linear layer.")
     from transformers.activations import ACT2FN
 
-    known = (*_LAYERS, type(ACT2FN[activation]))
+    known = (*_LAYERS, *(type(ACT2FN[each]) for each in (activation, "silu" if architecture.mixer else activation)))
     replaced = [
         f"{key} is a {type(part).__name__}, which {name} does not have"
         for key, part in module.named_modules()
@@ -152,22 +154,55 @@ def _activation(config: Any, architecture: LeanArchitecture) -> str:
     return str(getattr(config, architecture.activation, "silu"))
 
 
+class _Layer(NamedTuple):
+    """A layer and its parts, None for one that it does not have."""
+
+    module: Any
+    attention: Any
+    mixer: Any
+    mlp: Any
+    norms: dict[str, Any]  # of `Block`
+    activation: Activation
+
+    @classmethod
+    def of(cls, module: Any, config: Any, architecture: LeanArchitecture) -> _Layer:
+        attention, mixer = getattr(module, "self_attn", None), getattr(module, architecture.mixer or "", None)
+        mlp, norms = None, architecture.norms
+        if not architecture.is_one_part:
+            mlp, norms = _mlp(module, architecture), norms if attention else architecture.mixer_norms or norms
+        elif hasattr(mixer, "q_proj"):
+            attention, mixer = mixer, None
+        elif not hasattr(mixer, "A_log"):
+            mixer, mlp, norms = None, _feed_forward(mixer, architecture), {"mlp_norm": norms["attention_norm"]}
+        made = {field: _norm(getattr(module, name), architecture.norm_offset) for field, name in norms.items()}
+        own = None if mixer is None else _mixer(module, mixer)
+        return cls(module, attention, own, mlp, made, _ACTIVATIONS[_activation(config, architecture)])
+
+    @property
+    def mlp_factor(self) -> float:
+        own = getattr(getattr(self.module, "feed_forward", None), "down_multiplier", 1.0)
+        return float(own * getattr(self.module, "residual_multiplier", 1.0))
+
+
 def _block(
-    layer: Any, config: Any, index: int, architecture: LeanArchitecture, tables: Callable[..., Rotary] | None
-) -> Block | RecurrentBlock:
-    mixer = getattr(layer, architecture.mixer or "", None)
-    attention, offset = getattr(layer, "self_attn", None), architecture.norm_offset
+    module: Any, config: Any, index: int, architecture: LeanArchitecture, tables: Callable[..., Rotary] | None
+) -> Block | RecurrentBlock | FeedForwardBlock:
+    layer = _Layer.of(module, config, architecture)
+    attention, norms = layer.attention, layer.norms
     if attention is None:
-        return _recurrent_block(layer, mixer, config, architecture)
-    factor, read = getattr(layer, "residual_multiplier", 1.0), getattr(layer, "attention_in_multiplier", 1.0)
+        parts: Any = {"mlp": layer.mlp, "activation": layer.activation, "mlp_factor": layer.mlp_factor, **norms}
+        return FeedForwardBlock(**parts) if layer.mixer is None else RecurrentBlock(mixer=layer.mixer, **parts)
+    factor, read = getattr(module, "residual_multiplier", 1.0), getattr(module, "attention_in_multiplier", 1.0)
     head_dim = attention.head_dim
     queries = config.num_attention_heads * head_dim * (2 if architecture.gates_heads else 1)
     sizes = [queries, *[config.num_key_value_heads * head_dim] * 2]
     query, key, value = _matrices(attention, ("q_proj", "k_proj", "v_proj"), "qkv_proj", sizes)
-    norms: Any = {field: _norm(getattr(layer, name), offset) for field, name in architecture.norms.items()}
     if hasattr(attention, architecture.names.get("q_norm", "q_norm")):
         names = {"query_norm": "q_norm", "key_norm": "k_norm"}
-        norms |= {field: _norm(_part(attention, name, architecture), offset) for field, name in names.items()}
+        norms |= {
+            field: _norm(_part(attention, name, architecture), architecture.norm_offset)
+            for field, name in names.items()
+        }
     windows = {
         "none": None,
         "config": getattr(config, "sliding_window", None),
@@ -181,47 +216,30 @@ def _block(
             scale=attention.scaling * getattr(attention, "key_multiplier", 1.0) * read**2,
             softcap=config.attn_logit_softcapping if architecture.softcap else None,
             window=windows[architecture.window],
-            activation=_ACTIVATIONS[_activation(config, architecture)],
+            activation=layer.activation,
         ),
         query=_of_scaled(query, read),
         key=_of_scaled(key, read),
         value=_of_scaled(value, read),
         output=_of_scaled(Matrix.of(_part(attention, "o_proj", architecture)), read),
-        mlp=_mlp(layer, architecture),
+        mlp=layer.mlp,
         rotary=_rotary(attention, config, index, tables),
         gates_heads=architecture.gates_heads,
-        beside=None if mixer is None else _mixer(layer, mixer),
-        attention_factor=factor * getattr(layer, "attn_out_multiplier", 1.0) * read,
-        mlp_factor=_mlp_factor(layer, architecture),
+        beside=layer.mixer,
+        attention_factor=factor * getattr(module, "attn_out_multiplier", 1.0) * read,
+        mlp_factor=layer.mlp_factor,
         **norms,
     )
 
 
 def _of_scaled(matrix: Matrix, factor: float) -> Matrix:
-    """Returns the matrix M for which M x, times a factor, is the matrix times (factor x)."""
+    """Returns the layer f for which factor * f(x) is what `matrix` makes of factor * x."""
     return matrix if matrix.bias is None or factor == 1.0 else replace(matrix, bias=matrix.bias.detach() / factor)
 
 
-def _mlp_factor(layer: Any, architecture: LeanArchitecture) -> float:
-    own = getattr(_part(layer, "mlp", architecture), "down_multiplier", 1.0)
-    return float(own * getattr(layer, "residual_multiplier", 1.0))
-
-
-def _recurrent_block(layer: Any, mixer: Any, config: Any, architecture: LeanArchitecture) -> RecurrentBlock:
-    norms: Any = {
-        field: _norm(getattr(layer, name), architecture.norm_offset)
-        for field, name in (architecture.mixer_norms or architecture.norms).items()
-    }
-    return RecurrentBlock(
-        mixer=_mixer(layer, mixer),
-        mlp=_mlp(layer, architecture),
-        activation=_ACTIVATIONS[_activation(config, architecture)],
-        mlp_factor=_mlp_factor(layer, architecture),
-        **norms,
-    )
-
-
 def _mixer(layer: Any, module: Any) -> ShortConvolution | LinearAttention:
+    if getattr(module, "activation", "silu") not in ("silu", "swish"):
+        raise UnsuitableError(f"recurrent layers with activation '{module.activation}' are not among what it knows.")
     output = Matrix.of(module.out_proj if hasattr(module, "out_proj") else module.o_proj)
     factor = getattr(layer, "residual_multiplier", 1.0) * getattr(layer, "ssm_out_multiplier", 1.0)
     parts: Any = {"output": output, "output_factor": factor}
@@ -340,6 +358,8 @@ def _feed_forward(module: Any, architecture: LeanArchitecture) -> FeedForward:
     if hasattr(module, "c_fc"):
         return FeedForward(gate=None, up=Matrix.of(module.c_fc), down=Matrix.of(module.c_proj))
     down = _part(module, "down_proj", architecture)
+    if not hasattr(module, "gate_proj") and hasattr(module, "up_proj"):
+        return FeedForward(gate=None, up=Matrix.of(module.up_proj), down=Matrix.of(down))
     names = tuple(architecture.names.get(name, name) for name in ("gate_proj", "up_proj"))
     joined = architecture.names.get("gate_up_proj", "gate_up_proj")
     gate, up = _matrices(module, names, joined, [down.in_features] * 2)

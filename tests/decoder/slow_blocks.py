@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import gelu, layer_norm, rms_norm, silu
+from torch.nn.functional import gelu, layer_norm, relu, rms_norm, silu
 
 from foretoken.decoder.blocks import Block, Blocks, Experts, Matrix, Norm
 
@@ -49,7 +49,12 @@ class Slow:
         return x @ by.weight.T + (0 if by.bias is None else by.bias)
 
     def activated(self, each: Block, x: Tensor) -> Tensor:
-        kinds = {"silu": silu, "gelu": gelu, "gelu_tanh": lambda y: gelu(y, approximate="tanh")}
+        kinds = {
+            "silu": silu,
+            "gelu": gelu,
+            "gelu_tanh": lambda y: gelu(y, approximate="tanh"),
+            "relu2": lambda y: relu(y) ** 2,
+        }
         return kinds[each.spec.activation](x)
 
     def feed_forward(self, each: Block, x: Tensor, mlp: Any = None) -> Tensor:

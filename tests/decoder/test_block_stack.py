@@ -110,6 +110,7 @@ OPTIONS: dict[str, Callable[[], Block]] = {
     "gelu tanh": lambda: block(spec={"activation": "gelu_tanh"}),
     "gelu": lambda: block(spec={"activation": "gelu"}),
     "not gated": lambda: block(mlp=PLAIN_MLP, spec={"activation": "gelu_tanh"}),
+    "squared relu": lambda: block(mlp=PLAIN_MLP, spec={"activation": "relu2"}),
     "turned in part": lambda: block(rotary=rotary(4)),
     "not turned": lambda: block(rotary=None),
     "softcap": lambda: block(spec={"softcap": 1.5}),

@@ -28,6 +28,7 @@ MLPS: dict[str, dict[str, Any]] = {
     "biases": {"has_bias": True},
     "gelu": {"activation": "gelu"},
     "gelu tanh": {"activation": "gelu_tanh", "has_bias": True},
+    "squared relu": {"activation": "relu2", "is_gated": False},
     "not gated": {"is_gated": False, "has_bias": True},
 }
 WEIGHTS = {"float32": (torch.float32, None), "bfloat16": (torch.bfloat16, None), "int8": (torch.bfloat16, "int8")}

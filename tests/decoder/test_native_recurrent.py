@@ -33,6 +33,8 @@ ARCHITECTURES = (
     "granitemoehybrid_dense",
     "falcon_h1",
     "falcon_h1_biases",
+    "nemotron_h",
+    "mamba2",
 )
 
 

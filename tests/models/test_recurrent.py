@@ -40,6 +40,8 @@ NATIVE = (
     "granitemoehybrid_dense",
     "falcon_h1",
     "falcon_h1_biases",
+    "nemotron_h",
+    "mamba2",
 )
 ROUTES = [*((name, "generic") for name in RECURRENT_ARCHITECTURES), *((name, "lean-native") for name in NATIVE)]
 

@@ -186,6 +186,7 @@ class Decoder {
   }
 
   void feed_forward(const Layer& layer) {
+    if (layer.up.weight == nullptr && layer.experts.count == 0) return;
     normalise(layer.mlp_norm);
     if (layer.experts.count > 0) return add_experts(layer);
     round(normed_, rows_, {&layer.gate, &layer.up});

@@ -41,7 +41,7 @@ struct Norm {
 };
 
 enum NormKind : int32_t { kRmsNorm = 0, kLayerNorm = 1 };
-enum Activation : int64_t { kSilu = 0, kGeluTanh = 1, kGelu = 2 };
+enum Activation : int64_t { kSilu = 0, kGeluTanh = 1, kGelu = 2, kReluSquared = 3 };
 
 // Gated layers; each token takes `top_k` of them, and the matrices of its `Layer` if these are there. A dense layer has a
 // count of 0.
@@ -81,7 +81,7 @@ struct Recurrent {
 
 struct Layer {
   Matrix query, key, value, output;
-  Matrix gate, up, down;  // without gate: the activation of `up`; without all three: experts alone
+  Matrix gate, up, down;  // without gate: the activation of `up`; without all three: experts alone, or nothing
   Experts experts;
   Norm attention_norm, attention_post_norm, mlp_norm, mlp_post_norm;  // (hidden,), post norms: of a branch before the branch is added
   Norm side_norm;             // (hidden,), of a second input that attention reads before the first; of the first layer alone

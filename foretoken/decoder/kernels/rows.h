@@ -148,12 +148,18 @@ void rotate(float* x, const float* cos, const float* sin, int64_t pairs) {
   }
 }
 
+inline Lanes squared_relu(Lanes x) {
+  const Lanes positive = x > 0 ? x : Lanes{};
+  return positive * positive;
+}
+
 // Calls run(f) with an activation of its input times a factor.
 template <class Run>
 void with_activation(int64_t activation, float factor, Run&& run) {
   switch (activation) {
     case kGeluTanh: return run([=](Lanes x) { return gelu_tanh(x * factor); });
     case kGelu: return run([=](Lanes x) { return gelu(x * factor); });
+    case kReluSquared: return run([=](Lanes x) { return squared_relu(x * factor); });
     default: return run([=](Lanes x) { return silu(x * factor); });
   }
 }
