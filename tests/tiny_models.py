@@ -168,6 +168,7 @@ _RECURRENT: dict[str, tuple[type, dict[str, Any]]] = {
             "num_experts_per_tok": 2,
             "moe_intermediate_size": 24,
             "num_dense_layers": 1,
+            "routed_scaling_factor": 1.5,
         },
     ),
     "granitemoehybrid": (hf.GraniteMoeHybridConfig, {**_GRANITE, **_MOE}),
@@ -280,4 +281,7 @@ def random_model(config: Any, *, seed: int = 0, dtype: torch.dtype = torch.float
             for parameter in module.parameters():
                 if parameter.dim() == 1:
                     parameter.add_(torch.randn_like(parameter), alpha=0.2)
+            for name, buffer in module.named_buffers():
+                if name.endswith("expert_bias"):
+                    buffer.add_(torch.randn_like(buffer), alpha=0.2)
     return module.to(dtype).eval()

@@ -184,13 +184,18 @@ class FeedForward(Part):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Experts(Part):
-    """Gated feed-forward layers; each token takes the `top_k` most probable by softmax(router(x)), and the shared one.
+    """Gated feed-forward layers; each token takes the `top_k` with the greatest scores, and the shared one.
+
+    The scores of a token are softmax(router(x)), or sigmoid(router(x)). They are the weights of its experts.
 
     Attributes:
         router: (X, E).
         gate_up: (X, 2 I, E), gate first; in 4 or 8 bits, the 2 X matrices (I, E) one below another, see `stacked`.
         down: (X, E, I); in 4 or 8 bits as `gate_up`.
-        is_normalized: Whether the weights of a token's experts are scaled to sum to 1.
+        is_normalized: Whether the weights of a token's experts are divided by their sum, plus `epsilon`.
+        is_sigmoid: Whether scores are sigmoids.
+        score_bias: (X,), added to scores where experts are chosen, not to weights; or None.
+        factor: Of the weights in the end.
         shared: A layer that every token takes, added to the others; or None.
         shared_gate: (1, E): the outputs of `shared` are multiplied with sigmoid(shared_gate(x)). None for 1.
     """
@@ -200,6 +205,10 @@ class Experts(Part):
     down: Tensor | QuantizedMatrix
     top_k: int
     is_normalized: bool
+    epsilon: float = 0.0
+    is_sigmoid: bool = False
+    score_bias: Tensor | None = None
+    factor: float = 1.0
     shared: FeedForward | None = None
     shared_gate: Matrix | None = None
 

@@ -283,7 +283,12 @@ class NativeModel(Described):
             top_k=experts.top_k,
             intermediate=inner,
             is_normalised=experts.is_normalized,
+            is_sigmoid=experts.is_sigmoid,
+            epsilon=experts.epsilon,
+            factor=experts.factor,
         )
+        if experts.score_bias is not None:
+            fields.score_bias = self._copied("the bias of scores", experts.score_bias, count)
         if experts.shared_gate is not None:
             fields.shared_gate = self._matrix("shared_expert_gate", experts.shared_gate, 1, self._hidden)
         return {"experts": fields, **({} if experts.shared is None else self._feed_forward(experts.shared))}

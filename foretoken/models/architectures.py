@@ -33,6 +33,7 @@ class LeanArchitecture:
         mixer: The recurrent part of a layer, in place of `self_attn` or beside it; None if no layer has one.
         mixer_norms: As `norms`, of recurrent layers; None for the same.
         gates_heads: Whether queries have gates of the heads' outputs, see `Block`.
+        has_sigmoids: Whether the scores of experts are sigmoids, with a bias and a factor, see `Experts`.
         is_one_part: Whether a layer has one part and one norm, the `mixer` and `norms["attention_norm"]`: attention, a
             recurrent part or a feed-forward layer.
     """
@@ -46,6 +47,7 @@ class LeanArchitecture:
     mixer: str | None = None
     mixer_norms: Mapping[str, str] | None = None
     gates_heads: bool = False
+    has_sigmoids: bool = False
     is_one_part: bool = False
 
 
@@ -156,6 +158,20 @@ _ONE_PART = LeanArchitecture(
     norms={"attention_norm": "norm"}, mixer="mixer", names={"embed_tokens": "embeddings", "norm": "norm_f"},
     is_one_part=True,
 )  # fmt: skip
+_CONVOLUTIONS = LeanArchitecture(
+    norms={"attention_norm": "operator_norm", "mlp_norm": "ffn_norm"},
+    mixer="conv",
+    names={
+        "norm": "embedding_norm",
+        "o_proj": "out_proj",
+        "q_norm": "q_layernorm",
+        "k_norm": "k_layernorm",
+        "mlp": "feed_forward",
+        "gate_proj": "w1",
+        "up_proj": "w3",
+        "down_proj": "w2",
+    },
+)
 _LFM2 = {
     "attn_output": "self_attn.out_proj", "attn_q_norm": "self_attn.q_layernorm",
     "attn_k_norm": "self_attn.k_layernorm", "attn_norm": "operator_norm", "ffn_norm": "ffn_norm",
@@ -203,6 +219,8 @@ ARCHITECTURES = {
     "falcon_h1": Architecture("FalconH1ForCausalLM", _BAMBA),
     "nemotron_h": Architecture("NemotronHForCausalLM", replace(_ONE_PART, activation="mlp_hidden_act")),
     "mamba2": Architecture("Mamba2ForCausalLM", replace(_ONE_PART, names={**_ONE_PART.names, "model": "backbone"})),
+    "lfm2_moe": Architecture("Lfm2MoeForCausalLM", replace(
+        _CONVOLUTIONS, has_sigmoids=True, names={**_CONVOLUTIONS.names, "rotary_emb": "pos_emb"})),
     "granite": Architecture("GraniteForCausalLM", LeanArchitecture(), GgufArchitecture(
         "granite", switches=_BIASES, is_permuted=True, scales={
             "logit_scale": "logits_scaling", "residual_scale": "residual_multiplier",
@@ -223,10 +241,7 @@ ARCHITECTURES = {
     "qwen3_5_moe_text": Architecture("Qwen3_5MoeForCausalLM", _GATED_DELTA),
     "qwen3_next": Architecture("Qwen3NextForCausalLM", _GATED_DELTA),
     "olmo_hybrid": Architecture("OlmoHybridForCausalLM", replace(_OLMO, mixer="linear_attn", mixer_norms=_NORMS)),
-    "lfm2": Architecture("Lfm2ForCausalLM", LeanArchitecture(
-        norms={"attention_norm": "operator_norm", "mlp_norm": "ffn_norm"}, mixer="conv", names={
-            "norm": "embedding_norm", "o_proj": "out_proj", "q_norm": "q_layernorm", "k_norm": "k_layernorm",
-            "mlp": "feed_forward", "gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}), GgufArchitecture(
+    "lfm2": Architecture("Lfm2ForCausalLM", _CONVOLUTIONS, GgufArchitecture(
         "lfm2", _LFM2, outer={"token_embd_norm": "model.embedding_norm"},
         epsilon=("attention.layer_norm_rms_epsilon", "norm_eps"), keys=("shortconv.l_cache",))),
     "qwen3_5_text": Architecture("Qwen3_5ForCausalLM", _GATED_DELTA, GgufArchitecture(

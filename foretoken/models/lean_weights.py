@@ -58,9 +58,9 @@ def read_weights(model: LoadedModel, num_positions: int) -> LeanWeights:
     module: Any = model.module
     architecture = _known_architecture(module, model.config)
     backbone = _part(module, "model", architecture)
-    tables = None
-    if getattr(backbone, "rotary_emb", None) is not None:
-        tables = _rotary_tables(backbone.rotary_emb, min(num_positions, model.context_len), model)
+    tables, rotary = None, getattr(backbone, architecture.names.get("rotary_emb", "rotary_emb"), None)
+    if rotary is not None:
+        tables = _rotary_tables(rotary, min(num_positions, model.context_len), model)
     embedding, scale = embedding_table(_part(backbone, "embed_tokens", architecture))
     logit_scale, logit_softcap = logits_shape(model.config)
     return LeanWeights(
@@ -349,9 +349,15 @@ def _mlp(layer: Any, architecture: LeanArchitecture) -> FeedForward | Experts:
         down=experts.down if is_quantized else experts.down_proj,
         top_k=router.top_k,
         is_normalized=getattr(router, "norm_topk_prob", True),  # Mixtral always does
+        **_sigmoids(mixture, router) if architecture.has_sigmoids else {},
         shared=None if shared is None else _feed_forward(shared, architecture),
         shared_gate=None if gate is None else Matrix.of(gate),
     )
+
+
+def _sigmoids(mixture: Any, router: Any) -> dict[str, Any]:
+    bias = mixture.expert_bias.detach().float() if mixture.use_expert_bias else None
+    return {"is_sigmoid": True, "score_bias": bias, "factor": router.routed_scaling_factor, "epsilon": 1e-6}
 
 
 def _feed_forward(module: Any, architecture: LeanArchitecture) -> FeedForward:

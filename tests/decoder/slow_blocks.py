@@ -66,9 +66,11 @@ class Slow:
 
     def routed(self, each: Block, x: Tensor) -> Tensor:
         mlp: Any = each.mlp
-        probs = self.linear(mlp.router, x).softmax(-1)
-        chosen = sorted(range(len(probs)), key=lambda e: -float(probs[e]))[: mlp.top_k]
-        total = sum(probs[e] for e in chosen) if mlp.is_normalized else 1.0
+        logits = self.linear(mlp.router, x)
+        probs = logits.sigmoid() if mlp.is_sigmoid else logits.softmax(-1)
+        biases = torch.zeros(len(probs)) if mlp.score_bias is None else mlp.score_bias
+        chosen = sorted(range(len(probs)), key=lambda e: -float(probs[e] + biases[e]))[: mlp.top_k]
+        total = (sum(probs[e] for e in chosen) + mlp.epsilon if mlp.is_normalized else 1.0) / mlp.factor
         parts = []
         for e in chosen:
             gate, up = (mlp.gate_up[e] @ x).chunk(2)

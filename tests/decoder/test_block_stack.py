@@ -128,6 +128,9 @@ OPTIONS: dict[str, Callable[[], Block]] = {
         attention_post_norm=norm(E, 30), mlp_post_norm=norm(E, 31), attention_factor=0.3, mlp_factor=1.7
     ),
     "a factor of experts": lambda: block(mlp=experts(5, 2, is_normalized=True), mlp_factor=0.3),
+    "experts by sigmoids": lambda: block(
+        mlp=experts(5, 2, is_normalized=True, is_sigmoid=True, score_bias=numbers(5, seed=53), factor=1.5, epsilon=0.1)
+    ),
     "a shared expert": lambda: block(mlp=experts(5, 2, is_normalized=True, shared=PLAIN_MLP)),
     "a shared expert with a gate": lambda: block(
         mlp=experts(5, 2, is_normalized=True, shared=GATED_MLP, shared_gate=matrix(1, E, 73, has_bias=True))

@@ -28,6 +28,7 @@ ARCHITECTURES = (
     "qwen3_next",
     "olmo_hybrid",
     "lfm2",
+    "lfm2_moe",
     "bamba",
     "granitemoehybrid",
     "granitemoehybrid_dense",

@@ -35,6 +35,7 @@ NATIVE = (
     "qwen3_next",
     "olmo_hybrid",
     "lfm2",
+    "lfm2_moe",
     "bamba",
     "granitemoehybrid",
     "granitemoehybrid_dense",

@@ -46,25 +46,30 @@ void multiply_activated(int64_t activation, const Matrix& gate, const Matrix& up
   });
 }
 
-// Chooses the experts of one token by its router's logits (count,), which become probabilities: chosen (top_k,)
-// ascending, and their weights. Among equal probabilities the lower expert wins.
+// Chooses the experts of one token by its router's logits (count,), which become scores: chosen (top_k,) ascending, and
+// their weights. Among equal scores the lower expert wins.
 inline void choose_experts(const Experts& experts, float* logits, int64_t* chosen, float* weights) {
   const int64_t count = experts.count, top_k = experts.top_k;
-  float top = logits[0], sum = 0, total = 0;
-  for (int64_t e = 1; e < count; ++e) top = std::max(top, logits[e]);
-  for (int64_t e = 0; e < count; ++e) sum += logits[e] = std::exp(logits[e] - top);
-  for (int64_t e = 0; e < count; ++e) logits[e] /= sum;
+  float top = logits[0], sum = 0, total = experts.epsilon;
+  if (experts.is_sigmoid) {
+    for (int64_t e = 0; e < count; ++e) logits[e] = 1.0f / (1.0f + std::exp(-logits[e]));
+  } else {
+    for (int64_t e = 1; e < count; ++e) top = std::max(top, logits[e]);
+    for (int64_t e = 0; e < count; ++e) sum += logits[e] = std::exp(logits[e] - top);
+    for (int64_t e = 0; e < count; ++e) logits[e] /= sum;
+  }
+  const auto score = [&](int64_t e) { return experts.score_bias == nullptr ? logits[e] : logits[e] + experts.score_bias[e]; };
   for (int64_t j = 0; j < top_k; ++j) {
     int64_t best = -1;
     for (int64_t e = 0; e < count; ++e) {
       const bool is_free = std::find(chosen, chosen + j, e) == chosen + j;
-      if (is_free && (best < 0 || logits[e] > logits[best])) best = e;
+      if (is_free && (best < 0 || score(e) > score(best))) best = e;
     }
     chosen[j] = best;
     total += logits[best];
   }
   std::sort(chosen, chosen + top_k);
-  for (int64_t j = 0; j < top_k; ++j) weights[j] = experts.is_normalised ? logits[chosen[j]] / total : logits[chosen[j]];
+  for (int64_t j = 0; j < top_k; ++j) weights[j] = (experts.is_normalised ? logits[chosen[j]] / total : logits[chosen[j]]) * experts.factor;
 }
 
 template <class T>

@@ -52,7 +52,10 @@ struct Experts {
   Matrix gate_up, down;
   Matrix shared_gate;  // (1, hidden), of the outputs of the layer's own matrices; a null weight means no gate
   int64_t count, top_k, intermediate;
-  int64_t is_normalised;        // whether the weights of a token's experts are scaled to sum to 1
+  int64_t is_normalised;        // whether the weights of a token's experts are divided by their sum, plus `epsilon`
+  int64_t is_sigmoid;           // whether scores are sigmoids of the router's logits, otherwise their softmax
+  const float* score_bias;      // (count,), added to scores where experts are chosen, not to weights; or null
+  float epsilon, factor;        // factor: of the weights in the end
 };
 
 // What a layer has in place of attention or beside it, see `recurrent.h`. Its projections, the outputs of `inputs`, stand in a row of
