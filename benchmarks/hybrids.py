@@ -79,9 +79,11 @@ class Published(NamedTuple):
 
 
 # EAGLE, EAGLE-3's tree and HASS: their papers (arXiv 2401.15077, 2503.01840 with Llama 3.1 8B, 2408.15766); EAGLE-2,
-# Hydra and Medusa of Vicuna 7B: Spec-Bench (arXiv 2401.07851); EAGLE-3 of Qwen3-1.7B: a public report, depth not told.
+# Hydra and Medusa of Vicuna 7B: Spec-Bench (arXiv 2401.07851); EAGLE-3's chain: `planning/curves.yaml`; that of
+# Qwen3-1.7B: a public report, whose depth is not known.
 PUBLISHED = (
     Published("EAGLE chain", "eagle", "chain", {1: 1.79, 2: 2.37, 3: 2.80, 4: 3.11, 5: 3.31}),
+    Published("EAGLE-3 chain", "eagle3", "chain", {1: 1.79, 2: 2.39, 3: 2.78, 4: 3.02, 5: 3.21}),
     Published("EAGLE-3 chain of a 1.7B", "eagle3", "chain", {7: 2.17}),
     Published("EAGLE-2", "eagle", "dynamic", {6: 4.35}), Published("HASS", "eagle", "dynamic", {6: 5.15}),
     Published("EAGLE-3", "eagle3", "dynamic", {8: 6.23}), Published("Hydra", "hydra", "mc_sim_7b_63", {4: 3.26}),
