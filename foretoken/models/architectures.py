@@ -135,13 +135,30 @@ class Architecture:
     is_plain: bool = False
 
 
+def _mamba(module: str) -> dict[str, str]:
+    """Returns the parts of a Mamba2 layer."""
+    parts = {"ssm_in": "in_proj", "ssm_conv1d": "conv1d", "ssm_norm": "norm", "ssm_out": "out_proj"}
+    return {name: f"{module}.{part}" for name, part in parts.items()}
+
+
+def _mamba_weights(module: str) -> dict[str, str]:
+    weights = {"ssm_a": "A_log", "ssm_d": "D", "ssm_dt.bias": "dt_bias"}
+    return {name: f"{module}.{weight}" for name, weight in weights.items()}
+
+
 _BIAS = {"attention_bias": "blk.0.attn_q.bias"}
 _BIASES = _BIAS | {"mlp_bias": "blk.0.ffn_up.bias"}
 _POST_NORMS = {"post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm"}
 _GEMMA_NORMS = _POST_NORMS | {"ffn_norm": "pre_feedforward_layernorm"}
 _EXPERTS = {f"ffn_{part}_exps": f"mlp.experts.{part}_proj" for part in ("gate", "up", "down")}
+_LFM2_EXPERTS = {name: f"feed_forward.{part.removeprefix('mlp.')}" for name, part in _EXPERTS.items()}
+_GRANITE_EXPERTS = {name: f"block_sparse_moe.{part.removeprefix('mlp.')}" for name, part in _EXPERTS.items()}
 _LAYER_NORM = ("attention.layer_norm_epsilon", "layer_norm_eps")
 _LOGIT_SCALE = {"logit_scale": "logit_scale"}
+_GRANITE_SCALES = {
+    "logit_scale": "logits_scaling", "residual_scale": "residual_multiplier", "embedding_scale": "embedding_multiplier",
+    "attention.scale": "attention_multiplier",
+}  # fmt: skip
 _CONFIG_WINDOW, _LAYER_WINDOW = LeanArchitecture(window="config"), LeanArchitecture(window="layer")
 _OLMO_NORMS = {"attention_post_norm": "post_attention_layernorm", "mlp_post_norm": "post_feedforward_layernorm"}
 _OLMO = LeanArchitecture(norms=_OLMO_NORMS)
@@ -158,6 +175,7 @@ _ONE_PART = LeanArchitecture(
     norms={"attention_norm": "norm"}, mixer="mixer", names={"embed_tokens": "embeddings", "norm": "norm_f"},
     is_one_part=True,
 )  # fmt: skip
+_NEMOTRON = replace(_ONE_PART, activation="mlp_hidden_act")
 _CONVOLUTIONS = LeanArchitecture(
     norms={"attention_norm": "operator_norm", "mlp_norm": "ffn_norm"},
     mixer="conv",
@@ -177,6 +195,19 @@ _LFM2 = {
     "attn_k_norm": "self_attn.k_layernorm", "attn_norm": "operator_norm", "ffn_norm": "ffn_norm",
     "ffn_gate": "feed_forward.w1", "ffn_up": "feed_forward.w3", "ffn_down": "feed_forward.w2",
     **{f"shortconv.{part}": f"conv.{part}" for part in ("conv", "in_proj", "out_proj")},
+}  # fmt: skip
+_LFM2_NORM, _LFM2_KEYS = {"token_embd_norm": "model.embedding_norm"}, ("shortconv.l_cache",)
+_LFM2_EPSILON = ("attention.layer_norm_rms_epsilon", "norm_eps")
+_GRANITE_SHARED = {
+    f"ffn_{part}{kind}": f"shared_mlp.{name}"
+    for part, name in (("gate", "gate_proj"), ("up", "up_proj"), ("down", "output_linear"))
+    for kind in ("", "_shexp")
+}  # transformers joins gate and up
+_FALCON_H1 = {f"ffn_{part}": f"feed_forward.{part}_proj" for part in ("gate", "up", "down")} | {
+    "ffn_norm": "pre_ff_layernorm"
+}
+_NEMOTRON_H = {f"attn_{part}": f"mixer.{part}_proj" for part in ("q", "k", "v")} | {
+    "attn_output": "mixer.o_proj", "ffn_up": "mixer.up_proj", "ffn_down": "mixer.down_proj", "attn_norm": "norm",
 }  # fmt: skip
 _DELTA_NET = {
     "attn_qkv": "linear_attn.in_proj_qkv", "attn_gate": "linear_attn.in_proj_z", "ssm_beta": "linear_attn.in_proj_b",
@@ -212,19 +243,31 @@ ARCHITECTURES = {
     "olmo2": Architecture("Olmo2ForCausalLM", _OLMO, GgufArchitecture("olmo2", _POST_NORMS, _BIAS)),
     "olmo3": Architecture("Olmo3ForCausalLM", replace(_OLMO, window="layer"), GgufArchitecture(
         "olmo2", _POST_NORMS, _BIAS, window=4)),  # "olmo2" with a window
-    "bamba": Architecture("BambaForCausalLM", _BAMBA),
+    "bamba": Architecture("BambaForCausalLM", _BAMBA, GgufArchitecture(  # Granite's with rotary positions
+        "granitehybrid", _mamba("mamba") | _FALCON_H1, own_weights=_mamba_weights("mamba"),
+        outer={"output_norm": "model.final_layernorm"}, is_permuted=True, keys=_SSM_KEYS)),
     "granitemoehybrid": Architecture("GraniteMoeHybridForCausalLM", LeanArchitecture(mixer="mamba", names={
         "mlp": "shared_mlp", "gate_up_proj": "input_linear", "down_proj": "output_linear",
-        "experts": "block_sparse_moe"})),
-    "falcon_h1": Architecture("FalconH1ForCausalLM", _BAMBA),
-    "nemotron_h": Architecture("NemotronHForCausalLM", replace(_ONE_PART, activation="mlp_hidden_act")),
+        "experts": "block_sparse_moe"}), GgufArchitecture(
+        "granitehybrid", _mamba("mamba") | _GRANITE_EXPERTS | _GRANITE_SHARED | {
+            "ffn_gate_inp": "block_sparse_moe.router"}, own_weights=_mamba_weights("mamba"), is_permuted=True,
+        keys=(*_SSM_KEYS, "expert_shared_feed_forward_length"), scales=_GRANITE_SCALES)),
+    "falcon_h1": Architecture("FalconH1ForCausalLM", _BAMBA, GgufArchitecture(
+        "falcon-h1", _mamba("mamba") | _FALCON_H1, {"mamba_rms_norm": "blk.0.ssm_norm.weight"},
+        own_weights=_mamba_weights("mamba") | {"ffn_norm": "pre_ff_layernorm.weight"},  # without its kind
+        outer={"output_norm": "model.final_layernorm"}, keys=_SSM_KEYS, has_own_head_dim=True)),
+    "nemotron_h": Architecture("NemotronHForCausalLM", _NEMOTRON, GgufArchitecture(
+        "nemotron_h", _mamba("mixer") | _NEMOTRON_H, own_weights=_mamba_weights("mixer"),
+        outer={"token_embd": "model.embeddings", "output_norm": "model.norm_f"},
+        epsilon=("attention.layer_norm_epsilon", "layer_norm_epsilon"), keys=_SSM_KEYS, has_own_head_dim=True)),
     "mamba2": Architecture("Mamba2ForCausalLM", replace(_ONE_PART, names={**_ONE_PART.names, "model": "backbone"})),
     "lfm2_moe": Architecture("Lfm2MoeForCausalLM", replace(
-        _CONVOLUTIONS, has_sigmoids=True, names={**_CONVOLUTIONS.names, "rotary_emb": "pos_emb"})),
+        _CONVOLUTIONS, has_sigmoids=True, names={**_CONVOLUTIONS.names, "rotary_emb": "pos_emb"}), GgufArchitecture(
+        "lfm2moe", _LFM2 | _LFM2_EXPERTS | {"ffn_gate_inp": "feed_forward.gate"},
+        own_weights={"exp_probs_b.bias": "feed_forward.expert_bias"}, outer=_LFM2_NORM, epsilon=_LFM2_EPSILON,
+        keys=(*_LFM2_KEYS, "leading_dense_block_count", "expert_gating_func"))),
     "granite": Architecture("GraniteForCausalLM", LeanArchitecture(), GgufArchitecture(
-        "granite", switches=_BIASES, is_permuted=True, scales={
-            "logit_scale": "logits_scaling", "residual_scale": "residual_multiplier",
-            "embedding_scale": "embedding_multiplier", "attention.scale": "attention_multiplier"})),
+        "granite", switches=_BIASES, is_permuted=True, scales=_GRANITE_SCALES)),
     "glm4": Architecture("Glm4ForCausalLM", gguf=GgufArchitecture("glm4", {
         "post_attention_norm": "post_self_attn_layernorm", "post_ffw_norm": "post_mlp_layernorm",
         "ffn_up": "mlp.gate_up_proj"}, _BIAS, has_own_head_dim=True)),
@@ -242,8 +285,7 @@ ARCHITECTURES = {
     "qwen3_next": Architecture("Qwen3NextForCausalLM", _GATED_DELTA),
     "olmo_hybrid": Architecture("OlmoHybridForCausalLM", replace(_OLMO, mixer="linear_attn", mixer_norms=_NORMS)),
     "lfm2": Architecture("Lfm2ForCausalLM", _CONVOLUTIONS, GgufArchitecture(
-        "lfm2", _LFM2, outer={"token_embd_norm": "model.embedding_norm"},
-        epsilon=("attention.layer_norm_rms_epsilon", "norm_eps"), keys=("shortconv.l_cache",))),
+        "lfm2", _LFM2, outer=_LFM2_NORM, epsilon=_LFM2_EPSILON, keys=_LFM2_KEYS)),
     "qwen3_5_text": Architecture("Qwen3_5ForCausalLM", _GATED_DELTA, GgufArchitecture(
         "qwen35", _DELTA_NET | {"post_attention_norm": "post_attention_layernorm"},
         own_weights={"ssm_a": "linear_attn.A_log", "ssm_dt.bias": "linear_attn.dt_bias"}, norm_offset=1.0,

@@ -5,7 +5,7 @@ Each matrix is written in a type, and the model gets the values that the file th
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +13,31 @@ import gguf
 import numpy as np
 import torch
 from gguf import GGMLQuantizationType as Type
-from models.gguf_files import Add, blocks, join_tensors, replace_value
+from models.gguf_files import Add, join_tensors, replace_value
+from models.gguf_files import blocks as blocks_of
 
-_ARCHITECTURES = {"qwen3_5_text": "qwen35", "lfm2": "lfm2"}
+_ARCHITECTURES = {
+    "qwen3_5_text": "qwen35", "lfm2": "lfm2", "lfm2_moe": "lfm2moe", "granitemoehybrid": "granitehybrid",
+    "bamba": "granitehybrid", "falcon_h1": "falcon-h1", "nemotron_h": "nemotron_h",
+}  # fmt: skip
+# Where transformers joins tensors, or has other names than the checkpoints that are converted.
+_OWN_NAMES = {
+    "gate_up_proj": ("ffn_gate_exps.weight", "ffn_up_exps.weight"),
+    "experts.down_proj": ("ffn_down_exps.weight",),
+    "feed_forward.gate.weight": ("ffn_gate_inp.weight",),
+    "feed_forward.expert_bias": ("exp_probs_b.bias",),
+    "block_sparse_moe.router.weight": ("ffn_gate_inp.weight",),
+    "shared_mlp.input_linear.weight": ("ffn_gate{}.weight", "ffn_up{}.weight"),
+    "shared_mlp.output_linear.weight": ("ffn_down{}.weight",),
+}
+_IN_FLOATS = (".ssm_conv1d.", ".shortconv.conv.", ".ssm_norm.", ".ssm_a.", ".ssm_d.", ".ffn_gate_inp.")
 
 
 def write_hybrid(
     path: Path,
     model: Any,
     *,
-    matrices: Type,
+    matrices: Type | Callable[[str], Type],
     values: Mapping[str, Any] | None = None,
     adds: Iterable[Add] = (),
     leave_out: Iterable[str] = (),
@@ -30,15 +45,14 @@ def write_hybrid(
 ) -> Any:
     """Writes a model, changes its weights to those of the file, and returns it.
 
-    `values`: more of the header by its keys, without the architecture's name; None leaves a key out. `adds`: add more
-    to the header. `leave_out`: tensors that are not written. `joined`: see `write` of `gguf_files`.
+    `matrices`: the type of all matrices, or of each by its name in the file. `values`: more of the header by its keys,
+    without the architecture's name; None leaves a key out. `adds`: add more to the header. `leave_out`: tensors that
+    are not written. `joined`: see `write` of `gguf_files`.
     """
     config = model.config
     architecture = _ARCHITECTURES[config.model_type]
-    (number,) = (key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
-    names = gguf.get_tensor_name_map(number, config.num_hidden_layers)
     writer = gguf.GGUFWriter(path, architecture)
-    _HEADERS[architecture](writer, config)
+    _write_header(writer, config)
     for key, value in (values or {}).items():
         replace_value(writer, f"{architecture}.{key}", value)
     for add in adds:
@@ -47,22 +61,24 @@ def write_hybrid(
     for seed, (key, weight) in enumerate(model.state_dict().items()):
         if key == "lm_head.weight" and config.tie_word_embeddings:
             continue
-        name = names.get_name(key.replace(".dt_bias", ".dt_proj.bias"), try_suffixes=(".weight", ".bias"))
-        assert name is not None, key
-        moved = _moved(key, weight, config)
-        is_matrix = moved.ndim == 2 and "conv" not in key.split(".")[-2]
-        kind = matrices if is_matrix else Type.F32
-        whole = np.ascontiguousarray(_computed(key, moved, config).numpy())
-        stored = blocks(whole, kind, seed) if kind != Type.F32 else whole
-        if is_matrix:
-            places = _moved(key, torch.arange(weight.numel()).view(weight.shape), config)
-            back = torch.empty(weight.numel())
-            back[places.flatten()] = torch.from_numpy(gguf.dequantize(stored, kind)).flatten().float()
-            read[key] = back.view(weight.shape)
-        if name not in leave_out:
-            made[name] = stored, kind
+        factors = _factors(key, weight, config)
+        parts = _moved(key, _computed(key, weight, config) * factors, config)
+        places = _moved(key, torch.arange(weight.numel()).view(weight.shape), config)
+        back = weight.flatten().clone()
+        for part, place, name in zip(parts, places, _names(key, config), strict=True):
+            is_matrix = part.ndim > 1 and not any(each in f"{name}." for each in _IN_FLOATS)
+            kind = Type.F32 if not is_matrix else matrices(name) if callable(matrices) else matrices
+            stored = np.ascontiguousarray(part.numpy())
+            if kind != Type.F32:
+                flat = blocks_of(stored.reshape(-1, stored.shape[-1]), kind, seed)
+                stored = flat.reshape(*stored.shape[:-1], -1)
+            if is_matrix:
+                back[place.flatten()] = torch.from_numpy(gguf.dequantize(stored, kind)).flatten().float()
+                read[key] = back.view(weight.shape) / factors
+            if name not in leave_out:
+                made[name] = stored, kind
     if config.tie_word_embeddings:
-        read["lm_head.weight"] = read["model.embed_tokens.weight"]
+        read["lm_head.weight"] = read[next(key for key in read if "embed" in key)]
     model.load_state_dict(read)
     join_tensors(made, joined or {})
     for name, (stored, kind) in made.items():
@@ -74,28 +90,61 @@ def write_hybrid(
     return model
 
 
-def _moved(key: str, weight: torch.Tensor, config: Any) -> torch.Tensor:
-    """The entries of a weight where a file has them, as `_LinearAttentionVReorderBase` of conversion/qwen.py."""
+def _names(key: str, config: Any) -> list[str]:
+    """The tensors of a file for a weight of transformers."""
+    for own, parts in _OWN_NAMES.items():
+        if key.endswith(own):
+            shared = "_shexp" if getattr(config, "num_local_experts", 0) else ""
+            return [f"blk.{key.split('.')[2]}.{part.format(shared)}" for part in parts]
+    architecture = _ARCHITECTURES[config.model_type]
+    (number,) = (each for each, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
+    names = gguf.get_tensor_name_map(number, config.num_hidden_layers)
+    original = key.replace(".dt_bias", ".dt_proj.bias")
+    if config.model_type == "nemotron_h":
+        original = original.replace("model.", "backbone.")
+    name = names.get_name(original, try_suffixes=(".weight", ".bias"))
+    assert name is not None, key
+    return [name]
+
+
+def _moved(key: str, weight: torch.Tensor, config: Any) -> list[torch.Tensor]:
+    """The entries of a weight where a file has them, in one tensor or two."""
+    if key.endswith("gate_up_proj"):
+        return [each.contiguous() for each in weight.chunk(2, 1)]
+    if key.endswith("shared_mlp.input_linear.weight"):
+        return list(weight.chunk(2))
     if ".conv" in key and weight.ndim == 3:
         weight = weight.squeeze(1)
+    if config.model_type in ("granitemoehybrid", "bamba") and key.endswith(("q_proj.weight", "k_proj.weight")):
+        heads = config.num_attention_heads if "q_proj" in key else config.num_key_value_heads
+        return [weight.view(heads, 2, -1, weight.shape[1]).transpose(1, 2).reshape(weight.shape)]  # pairs side by side
+    groups = getattr(config, "mamba_n_groups", getattr(config, "n_groups", None))
+    if groups is not None and key.endswith((".A_log", ".D")):
+        return [weight.unsqueeze(1)]
+    if groups is not None and key.endswith((".mamba.norm.weight", ".mixer.norm.weight")):
+        return [weight.view(groups, -1)]
+    return [_tiled(key, weight, config)]
+
+
+def _tiled(key: str, weight: torch.Tensor, config: Any) -> torch.Tensor:
+    """As `_LinearAttentionVReorderBase` of conversion/qwen.py: the heads of values in another order.
+
+    The first one of each head of keys, then the second ones, and so on.
+    """
     if ".linear_attn." not in key or config.linear_num_key_heads == config.linear_num_value_heads:
         return weight
     part = key.split(".linear_attn.")[1].removesuffix(".weight")
     heads, width = config.linear_num_value_heads, config.linear_value_head_dim
+    each = heads // config.linear_num_key_heads
+    order = [head * each + turn for turn in range(each) for head in range(config.linear_num_key_heads)]
     if part == "out_proj":
-        return torch.cat([weight[:, head * width : (head + 1) * width] for head in _tiled(config)], 1)
+        return torch.cat([weight[:, head * width : (head + 1) * width] for head in order], 1)
     if part in ("in_proj_a", "in_proj_b", "A_log", "dt_bias"):
-        return torch.stack([weight[head] for head in _tiled(config)])
+        return torch.stack([weight[head] for head in order])
     if part in ("in_proj_qkv", "conv1d", "in_proj_z"):
         others, own = weight[: len(weight) - heads * width], weight[len(weight) - heads * width :]
-        return torch.cat([others, *(own[head * width : (head + 1) * width] for head in _tiled(config))])
+        return torch.cat([others, *(own[head * width : (head + 1) * width] for head in order)])
     return weight
-
-
-def _tiled(config: Any) -> list[int]:
-    """The heads of values in a file's order: the first one of each head of keys, then the second ones, and so on."""
-    each = config.linear_num_value_heads // config.linear_num_key_heads
-    return [key * each + turn for turn in range(each) for key in range(config.linear_num_key_heads)]
 
 
 def _computed(key: str, weight: torch.Tensor, config: Any) -> torch.Tensor:
@@ -105,38 +154,132 @@ def _computed(key: str, weight: torch.Tensor, config: Any) -> torch.Tensor:
     return weight + 1 if is_offset and not key.endswith("linear_attn.norm.weight") else weight
 
 
-def _common(writer: gguf.GGUFWriter, config: Any) -> None:
+def _factors(key: str, weight: torch.Tensor, config: Any) -> torch.Tensor:
+    """What the script of Falcon-H1 multiplies a weight by, (rows, 1) or 1."""
+    if config.model_type != "falcon_h1" or "conv" in key:
+        return torch.ones(1)
+    part = key.removesuffix(".weight").rpartition(".")[2]
+    into = config.attention_in_multiplier
+    factor = {
+        "gate_proj": config.mlp_multipliers[0], "down_proj": config.mlp_multipliers[1], "q_proj": into,
+        "k_proj": into * config.key_multiplier, "v_proj": into, "o_proj": config.attention_out_multiplier,
+        "out_proj": config.ssm_out_multiplier, "lm_head": config.lm_head_multiplier,
+        "embed_tokens": config.embedding_multiplier, "in_proj": config.ssm_in_multiplier,
+    }.get(part, 1.0)  # fmt: skip
+    if part != "in_proj":
+        return torch.tensor([factor])
+    inner, state = config.mamba_d_ssm, config.mamba_n_groups * config.mamba_d_state
+    rows = torch.tensor([inner, inner, state, state, config.mamba_n_heads])
+    factors: list[float] = [factor * each for each in config.ssm_multipliers]
+    return torch.tensor(factors).repeat_interleave(rows).unsqueeze(1)
+
+
+def _write_header(writer: gguf.GGUFWriter, config: Any) -> None:
     writer.add_vocab_size(config.vocab_size)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_block_count(config.num_hidden_layers)
     writer.add_embedding_length(config.hidden_size)
     writer.add_head_count(config.num_attention_heads)
-    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_feed_forward_length(config.intermediate_size)
+    if config.model_type == "nemotron_h":
+        writer.add_layer_norm_eps(config.layer_norm_epsilon)
+    else:
+        writer.add_layer_norm_rms_eps(getattr(config, "norm_eps", None) or config.rms_norm_eps)
+        writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    _HEADERS[config.model_type](writer, config)
 
 
 def _lfm2(writer: gguf.GGUFWriter, config: Any) -> None:
-    _common(writer, config)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count_kv([config.num_key_value_heads * (kind != "conv") for kind in config.layer_types])
+    _write_kv_heads(writer, config)
     writer.add_shortconv_l_cache(config.conv_L_cache)
-    writer.add_layer_norm_rms_eps(config.norm_eps)
+
+
+def _lfm2_moe(writer: gguf.GGUFWriter, config: Any) -> None:
+    _lfm2(writer, config)
+    _write_experts(writer, config.num_experts, config.num_experts_per_tok)
+    writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+    writer.add_leading_dense_block_count(config.num_dense_layers)
+    writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
 
 
 def _qwen35(writer: gguf.GGUFWriter, config: Any) -> None:
-    _common(writer, config)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_key_length(config.head_dim)
-    writer.add_value_length(config.head_dim)
+    _write_head_dim(writer, config.head_dim)
     writer.add_rope_dimension_count(int(config.head_dim * config.rope_parameters["partial_rotary_factor"]))
     writer.add_rope_dimension_sections([11, 11, 10, 0])
-    writer.add_ssm_conv_kernel(config.linear_conv_kernel_dim)
-    writer.add_ssm_state_size(config.linear_key_head_dim)
-    writer.add_ssm_group_count(config.linear_num_key_heads)
-    writer.add_ssm_time_step_rank(config.linear_num_value_heads)
-    writer.add_ssm_inner_size(config.linear_num_value_heads * config.linear_value_head_dim)
+    inner = config.linear_num_value_heads * config.linear_value_head_dim
+    _write_states(
+        writer, config.linear_conv_kernel_dim, config.linear_key_head_dim, config.linear_num_key_heads,
+        config.linear_num_value_heads, inner,
+    )  # fmt: skip
     writer.add_full_attention_interval(config.layer_types.index("full_attention") + 1)
 
 
-_HEADERS = {"lfm2": _lfm2, "qwen35": _qwen35}
+def _mamba2(writer: gguf.GGUFWriter, config: Any) -> None:
+    inner = config.mamba_n_heads * config.mamba_d_head
+    sizes = config.mamba_d_conv, config.mamba_d_state, config.mamba_n_groups, config.mamba_n_heads
+    _write_states(writer, *sizes, inner)
+
+
+def _granite(writer: gguf.GGUFWriter, config: Any) -> None:
+    _mamba2(writer, config)
+    _write_kv_heads(writer, config)
+    writer.add_rope_scaling_finetuned(config.position_embedding_type == "rope")
+    writer.add_attention_scale(config.attention_multiplier)
+    writer.add_embedding_scale(config.embedding_multiplier)
+    writer.add_residual_scale(config.residual_multiplier)
+    writer.add_logit_scale(config.logits_scaling)
+    _write_experts(writer, config.num_local_experts, config.num_experts_per_tok)
+    writer.add_expert_shared_feed_forward_length(config.shared_intermediate_size)
+
+
+def _bamba(writer: gguf.GGUFWriter, config: Any) -> None:
+    _mamba2(writer, config)
+    _write_kv_heads(writer, config)
+    head_dim = config.hidden_size // config.num_attention_heads
+    writer.add_rope_dimension_count(int(head_dim * config.rope_parameters["partial_rotary_factor"]))
+    writer.add_rope_scaling_finetuned(True)
+
+
+def _falcon_h1(writer: gguf.GGUFWriter, config: Any) -> None:
+    _mamba2(writer, config)
+    _write_head_dim(writer, config.head_dim)
+
+
+def _nemotron_h(writer: gguf.GGUFWriter, config: Any) -> None:
+    inner = config.mamba_num_heads * config.mamba_head_dim
+    _write_states(writer, config.conv_kernel, config.ssm_state_size, config.n_groups, config.mamba_num_heads, inner)
+    _write_head_dim(writer, config.head_dim)
+    _write_kv_heads(writer, config)
+    sizes = [config.intermediate_size * (kind == "mlp") for kind in config.layers_block_type]
+    replace_value(writer, "nemotron_h.feed_forward_length", sizes)
+
+
+def _write_kv_heads(writer: gguf.GGUFWriter, config: Any) -> None:
+    kinds = getattr(config, "layer_types", None) or config.layers_block_type
+    heads = [config.num_key_value_heads * (kind in ("full_attention", "attention")) for kind in kinds]
+    replace_value(writer, f"{writer.arch}.attention.head_count_kv", heads)
+
+
+def _write_head_dim(writer: gguf.GGUFWriter, head_dim: int) -> None:
+    writer.add_key_length(head_dim)
+    writer.add_value_length(head_dim)
+
+
+def _write_experts(writer: gguf.GGUFWriter, count: int, each: int) -> None:
+    writer.add_expert_count(count)
+    writer.add_expert_used_count(each)
+
+
+def _write_states(writer: gguf.GGUFWriter, kernel: int, state: int, groups: int, heads: int, inner: int) -> None:
+    writer.add_ssm_conv_kernel(kernel)
+    writer.add_ssm_state_size(state)
+    writer.add_ssm_group_count(groups)
+    writer.add_ssm_time_step_rank(heads)
+    writer.add_ssm_inner_size(inner)
+
+
+_HEADERS = {
+    "lfm2": _lfm2, "lfm2_moe": _lfm2_moe, "qwen3_5_text": _qwen35, "granitemoehybrid": _granite, "bamba": _bamba,
+    "falcon_h1": _falcon_h1, "nemotron_h": _nemotron_h,
+}  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,17 @@ from foretoken.models.stored.gguf import open_gguf
 
 _TYPES = ["linear_attention", "full_attention", "linear_attention"]
 _ROPE = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
+_MAMBA = {"mamba_d_head": 16}
+_GRANITE = _MAMBA | {
+    "shared_intermediate_size": 32, "embedding_multiplier": 2.0, "logits_scaling": 3.0, "residual_multiplier": 0.5,
+    "attention_multiplier": 0.3,
+}  # fmt: skip
+_FALCON = _MAMBA | {
+    "mamba_d_ssm": 128, "head_dim": 32, "embedding_multiplier": 2.0, "lm_head_multiplier": 0.5, "key_multiplier": 0.7,
+    "attention_in_multiplier": 0.9, "attention_out_multiplier": 1.1, "ssm_in_multiplier": 1.2,
+    "ssm_out_multiplier": 0.8, "ssm_multipliers": [0.9, 1.1, 0.8, 1.2, 0.7], "mlp_multipliers": [0.9, 1.1],
+    "mamba_norm_before_gate": False,
+}  # fmt: skip
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "lfm2": ("lfm2", {"block_auto_adjust_ff_dim": False}),
     "lfm2 tied": ("lfm2", {"block_auto_adjust_ff_dim": False, "tie_word_embeddings": True, "conv_L_cache": 4}),
@@ -35,10 +47,25 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "layer_types": ["linear_attention"] * 3 + ["full_attention"], "rope_parameters": _ROPE,
         },
     ),
+    # llama.cpp scales experts by nothing else.
+    "lfm2moe": (
+        "lfm2_moe", {"moe_intermediate_size": 32, "tie_word_embeddings": True, "routed_scaling_factor": 1.0},
+    ),
+    "granite with experts": ("granitemoehybrid", _GRANITE | {"intermediate_size": 32}),
+    "granite without experts": (
+        "granitemoehybrid", _GRANITE | {"num_local_experts": 0, "num_experts_per_tok": 0, "intermediate_size": 32},
+    ),
+    "granite that rotates": ("granitemoehybrid", _GRANITE | {"position_embedding_type": "rope"}),
+    "bamba": ("bamba", _MAMBA),
+    "bamba that rotates whole heads": ("bamba", _MAMBA | {"rope_parameters": _ROPE | {"partial_rotary_factor": 1.0}}),
+    "falcon-h1": ("falcon_h1", _FALCON),
+    "falcon-h1 without norms": ("falcon_h1", _FALCON | {"mamba_rms_norm": False, "mamba_conv_bias": False}),
+    "nemotron_h": ("nemotron_h", {"mamba_head_dim": 16, "num_hidden_layers": 4, "head_dim": 32}),
 }  # fmt: skip
+_TOLD = [name for name in MODELS if name.startswith(("lfm2 ", "qwen35")) or name == "lfm2"]
 
 
-def written(path: Path, name: str, matrices: Type = Type.F32, **options: Any) -> Any:
+def written(path: Path, name: str, matrices: Type | Callable[[str], Type] = Type.F32, **options: Any) -> Any:
     """Writes the file of a random model; gives the model that the file stands for."""
     architecture, changes = MODELS[name]
     model = random_model(tiny_config(architecture, **SMALL | changes))
@@ -55,6 +82,11 @@ def written(path: Path, name: str, matrices: Type = Type.F32, **options: Any) ->
 def test_logits_are_those_of_transformers(path: Path, name: str, type_: Type) -> None:
     model = written(path, name, type_)
     same_logits(path, model)
+
+
+@pytest.mark.parametrize("name", _TOLD)
+def test_configurations_are_those_of_transformers(path: Path, name: str) -> None:
+    model = written(path, name)
     config = open_gguf(path).config
     config.tie_word_embeddings = model.config.tie_word_embeddings
     assert _told(config) == _told(model.config)
@@ -71,7 +103,7 @@ def with_tokens(writer: GGUFWriter) -> None:
     add_tokens(writer, [f"t{each}" for each in range(67)])
 
 
-@pytest.mark.parametrize("name", [name for name in MODELS if "wide" not in name])
+@pytest.mark.parametrize("name", [name for name in _TOLD if "wide" not in name])
 def test_transformers_reads_the_same_model(path: Path, name: str) -> None:
     written(path, name, Type.Q8_0, adds=[with_tokens])
     same_logits(path, AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32), 1e-4)
@@ -98,7 +130,18 @@ def test_queries_keys_and_values_may_be_joined(path: Path, name: str, type_: Typ
     same_logits(path, written(path, name, type_, joined={"attn_qkv": ("attn_q", "attn_k", "attn_v")}))
 
 
-@pytest.mark.parametrize("name", ["lfm2", "qwen35"])
+def test_gate_and_up_that_transformers_joins_stay_in_integers(path: Path) -> None:
+    linear = "model.layers.0.shared_mlp.input_linear"
+    same_logits(path, written(path, "granite with experts", Type.Q8_0))
+    assert linear in open_gguf(path).linears
+    model = written(path, "granite with experts", lambda name: Type.Q4_0 if "gate_shexp" in name else Type.Q8_0)
+    same_logits(path, model)
+    assert linear not in open_gguf(path).linears
+
+
+@pytest.mark.parametrize(
+    "name", ["lfm2", "qwen35", "lfm2moe", "granite with experts", "bamba", "falcon-h1", "nemotron_h"]
+)
 def test_text_with_drafts_is_the_files_models(path: Path, name: str) -> None:
     model, prompt = written(path, name, Type.Q8_0), [5, 6, 7, 8, 5, 6]
     config = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1}
@@ -159,9 +202,18 @@ def test_what_a_file_leaves_out_is_as_llama_cpp_takes_it(path: Path) -> None:
         ("qwen35", {"attention.recurrent_layers": [True] * 3}, "blk.1.attn_v.weight is not used"),
         ("qwen35", {"ssm.group_count": 3}, "has 3 heads of keys, 4 of values and 64 numbers in these"),
         ("qwen35", {"full_attention_interval": 3}, "blk.1.attn_v.weight is not used"),
-        *(("qwen35", {f"ssm.{key}": None}, f"lacks qwen35.ssm.{key}.") for key in (
+        *((name, {f"ssm.{key}": None}, f"lacks {name}.ssm.{key}.") for name in ("qwen35", "nemotron_h") for key in (
             "conv_kernel", "state_size", "group_count", "time_step_rank", "inner_size",
         )),
+        ("lfm2moe", {"expert_gating_func": 1}, "does not take experts by sigmoid. Expected expert_gating_func 2."),
+        ("lfm2moe", {"leading_dense_block_count": 2}, "blk.1.exp_probs_b.bias is not used"),
+        ("granite with experts", {"expert_shared_feed_forward_length": None}, "lacks granitehybrid.expert_shared_fe"),
+        ("granite with experts", {"expert_count": 0}, "do not fit its settings"),
+        ("granite with experts", {"ssm.inner_size": 96}, "has 96 as granitehybrid.ssm.inner_size. Expected a multiple"),
+        ("granite with experts", {"ssm.group_count": 3}, "has 128 as granitehybrid.ssm.inner_size. Expected a mul"),
+        ("nemotron_h", {"feed_forward_length": [0, 96, 96, 0]}, "has [0, 96, 96, 0] as nemotron_h.feed_forward_length"),
+        ("nemotron_h", {"feed_forward_length": 96}, "has 96 as nemotron_h.feed_forward_length. Expected 4 numbers"),
+        ("nemotron_h", {"attention.layer_norm_epsilon": None}, "lacks nemotron_h.attention.layer_norm_epsilon."),
     ],
 )  # fmt: skip
 def test_settings_that_are_refused(path: Path, name: str, values: dict[str, Any], part: str) -> None:
@@ -173,6 +225,9 @@ def test_settings_that_are_refused(path: Path, name: str, values: dict[str, Any]
     ("name", "tensor", "part"),
     [
         ("lfm2", "token_embd_norm.weight", "model.embedding_norm.weight is missing"),
+        ("granite with experts", "blk.0.ffn_up_shexp.weight", "model.layers.0.shared_mlp.up_proj.weight is missing"),
+        ("falcon-h1", "blk.0.ffn_norm", "model.layers.0.pre_ff_layernorm.weight is missing"),
+        ("nemotron_h", "blk.0.ssm_d", "model.layers.0.mixer.D is missing"),
         ("lfm2", "blk.0.shortconv.conv.weight", "model.layers.0.conv.conv.weight is missing"),
         ("qwen35", "blk.0.ssm_a", "model.layers.0.linear_attn.A_log is missing"),
         ("qwen35", "blk.2.ssm_dt.bias", "model.layers.2.linear_attn.dt_bias is missing"),

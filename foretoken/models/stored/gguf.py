@@ -16,6 +16,7 @@ import re
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import chain
 from threading import Thread, main_thread
 from typing import TYPE_CHECKING, Any
 
@@ -25,13 +26,14 @@ from torch import Tensor, nn
 from foretoken.core.errors import ModelError, foreign_errors_as, listed
 from foretoken.decoder.blocks import Block, Blocks, BlockSpec, FeedForward, LeanWeights, Matrix, Norm, Rotary
 from foretoken.decoder.native_linear import linear_layer
+from foretoken.decoder.panels import PANEL
 from foretoken.decoder.quantized import QuantizedMatrix
-from foretoken.decoder.quantized_modules import QuantizedLinear, is_plain_embedding, is_plain_experts
+from foretoken.decoder.quantized_modules import QuantizedLinear, is_plain_embedding, is_plain_experts, stacked
 from foretoken.models.architectures import ARCHITECTURES, GgufArchitecture, LeanArchitecture
 from foretoken.models.stored import PARTS, StoredModel, experts_of, label_of_inputs
 from foretoken.models.stored.gguf_config import BLOCK, LONG_ROPE_FACTORS, ROPE_FACTORS, Settings, read_settings, refusal
 from foretoken.models.stored.gguf_file import GgufFile, read_gguf
-from foretoken.models.stored.gguf_hybrids import logarithms
+from foretoken.models.stored.gguf_hybrids import logarithms, stored_shape
 from foretoken.models.stored.gguf_tokenizer import build_tokenizer, read_vocabulary
 from foretoken.models.weight_files import meta_model, untied_shapes
 
@@ -39,9 +41,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
     from pathlib import Path
 
+    from foretoken.models.stored.gguf_header import StoredTensor
+
 _EMBEDDING = "model.embed_tokens"
 _OUTER = {"token_embd": _EMBEDDING, "output_norm": "model.norm", "output": "lm_head"}
-_EXPERTS = re.compile(r"(.*\.mlp\.experts)\.(?:gate|up|down)_proj\.(weight|bias)")  # all of a layer
+_EXPERTS = re.compile(r"(.*\.experts)\.(?:gate|up|down)_proj\.(weight|bias)")  # all of a layer
+_HALF = re.compile(r"(.*\.shared_mlp)\.(?:gate|up)_proj\.weight")  # of `input_linear`
 _BIASES = {
     "attention_bias": ("attn_q", "attn_k", "attn_v", "attn_output"), "mlp_bias": ("ffn_gate", "ffn_up", "ffn_down"),
 }  # fmt: skip
@@ -63,35 +68,29 @@ def stored_model(settings: Settings) -> StoredModel:
     are. If there is no LM head, the LM head shares a quantized embedding's integers.
     """
     file, architecture, config = settings.file, settings.architecture, settings.config()
-    names = _tensor_names(file, architecture)
+    names, table = _tensor_names(file, architecture), architecture.outer.get("token_embd", _EMBEDDING)
     embedding = file.tensors.get("token_embd.weight")
     if config.tie_word_embeddings and embedding is not None and embedding.is_quantized:
         config.tie_word_embeddings = False
         names["lm_head.weight"] = "token_embd.weight"
-    module, stored = _checked_module(file, config, names), {key: file.tensors[name] for key, name in names.items()}
-    shapes = untied_shapes(module)
-    kept = {
-        f"{linear}.weight"
-        for linear, part in module.named_modules()
-        if type(part) is nn.Linear and f"{linear}.weight" in stored and stored[f"{linear}.weight"].is_quantized
-    }
-    has_rows = embedding is not None and embedding.is_quantized and is_plain_embedding(module.get_submodule(_EMBEDDING))
-    kept |= {f"{_EMBEDDING}.weight"} if has_rows else set()
-    in_integers = {key.removesuffix(".weight"): names[key] for key in kept}
-    for key in filter(_EXPERTS.fullmatch, names):
-        owner, part, _ = key.rsplit(".", 2)
-        if stored[key].is_quantized and is_plain_experts(module.get_submodule(owner)):
-            kept.add(key)
-            in_integers |= {f"{owner}.{expert}.{part}": names[key] for expert in range(stored[key].shape[0])}
+    module = _checked_module(settings, config, names)
+    shapes, halves = untied_shapes(module), _halves(names)
+    in_integers = _in_integers(file, module, names, halves)
+    has_rows = embedding is not None and embedding.is_quantized and is_plain_embedding(module.get_submodule(table))
+    in_integers |= {table: (f"{table}.weight",)} if has_rows else {}
+    kept = set(chain.from_iterable(in_integers.values()))
 
     def matrix(part: str, dtype: torch.dtype) -> QuantizedMatrix:
         expert = None if experts_of(part) is None else int(part.rsplit(".", 2)[1])
-        name = in_integers[part]
-        found, order = file.matrix(name, dtype, settings.row_order(name), part=expert), settings.column_order(name)
+        own = [names[key] for key in in_integers[part]]
+        parts = [file.matrix(name, dtype, settings.row_order(name), part=expert) for name in own]
+        found, order = parts[0] if len(parts) == 1 else stacked(parts), settings.column_order(own[0])
         return found if order is None else replace(found, input_order=order.argsort().int())
 
     def dense(dtype: torch.dtype) -> dict[str, Tensor]:
         tensors = {key: _restored(settings, name).to(dtype) for key, name in names.items() if key not in kept}
+        for linear in halves.keys() - in_integers.keys():
+            tensors[f"{linear}.weight"] = torch.cat([tensors.pop(key) for key in halves[linear]])
         tensors |= {key: tensors[key].view(shapes[key]) for key in tensors.keys() & shapes.keys()}
         for owner, kind in sorted({match.groups() for key in tensors if (match := _EXPERTS.fullmatch(key))}):
             keys = [f"{owner}.{part}.{kind}" for part in PARTS]
@@ -101,9 +100,38 @@ def stored_model(settings: Settings) -> StoredModel:
         return tensors
 
     return StoredModel(
-        config=config, label=_label(file, in_integers.values()), linears=frozenset(in_integers) - {_EMBEDDING},
-        matrix=matrix, dense=dense, embedding=_EMBEDDING if has_rows else None,
+        config=config, label=_label(file, (names[key] for key in kept)), linears=frozenset(in_integers) - {table},
+        matrix=matrix, dense=dense, embedding=table if has_rows else None,
     )  # fmt: skip
+
+
+def _halves(names: dict[str, str]) -> dict[str, tuple[str, ...]]:
+    """Returns gate and up of each linear layer that has both in transformers."""
+    owners = sorted({match[1] for key in names if (match := _HALF.fullmatch(key))})
+    return {f"{owner}.input_linear": (f"{owner}.gate_proj.weight", f"{owner}.up_proj.weight") for owner in owners}
+
+
+def _in_integers(
+    file: GgufFile, module: nn.Module, names: dict[str, str], halves: dict[str, tuple[str, ...]]
+) -> dict[str, tuple[str, ...]]:
+    """Returns the tensors of each linear layer that stays in integers; experts apart."""
+    stored = {key: file.tensors[name] for key, name in names.items()}
+    found = {linear: keys for linear, keys in halves.items() if _can_be_stacked([stored[key] for key in keys])}
+    for linear, part in module.named_modules():
+        key = f"{linear}.weight"
+        if type(part) is nn.Linear and key in stored and stored[key].is_quantized:
+            found[linear] = (key,)
+    for key in filter(_EXPERTS.fullmatch, names):
+        owner, part, _ = key.rsplit(".", 2)
+        if stored[key].is_quantized and is_plain_experts(module.get_submodule(owner)):
+            found |= {f"{owner}.{expert}.{part}": (key,) for expert in range(stored[key].shape[0])}
+    return found
+
+
+def _can_be_stacked(parts: list[StoredTensor]) -> bool:
+    """Decides whether matrices can be one in integers: of one type, and without rows between them."""
+    types = {each.type_name for each in parts}
+    return len(types) == 1 and parts[0].is_quantized and all(each.shape[0] % PANEL == 0 for each in parts)
 
 
 def _label(file: GgufFile, names: Iterable[str]) -> str:
@@ -163,9 +191,9 @@ def _key(name: str, architecture: GgufArchitecture) -> str | None:
     return f"model.layers.{match[1]}.{part}.{kind}" if match else f"{part}.{kind}"
 
 
-def _checked_module(file: GgufFile, config: Any, names: dict[str, str]) -> nn.Module:
-    module = meta_model(config)
-    shapes = {} if module is None else _file_shapes(untied_shapes(module), config)
+def _checked_module(settings: Settings, config: Any, names: dict[str, str]) -> nn.Module:
+    module, file = meta_model(config), settings.file
+    shapes = {} if module is None else _file_shapes(untied_shapes(module), settings)
     wrong = [f"{key} is missing" for key in shapes if key not in names]
     wrong += [f"{name} is not used" for key, name in names.items() if key not in shapes]
     wrong += [
@@ -181,22 +209,23 @@ def _checked_module(file: GgufFile, config: Any, names: dict[str, str]) -> nn.Mo
     return module
 
 
-def _file_shapes(shapes: dict[str, tuple[int, ...]], config: Any) -> dict[str, tuple[int, ...]]:
-    """Returns the shapes of a model's weights, those of experts as files have them."""
+def _file_shapes(shapes: dict[str, tuple[int, ...]], settings: Settings) -> dict[str, tuple[int, ...]]:
+    """Returns the shapes of a model's weights as files have them."""
     found: dict[str, tuple[int, ...]] = {}
     for key, shape in shapes.items():
         owner, _, part = key.rpartition(".experts.")
-        own = (shape[0], *reversed(shape[1:])) if config.model_type == "gpt_oss" else shape
+        own = (shape[0], *reversed(shape[1:])) if settings.model_type == "gpt_oss" else shape
         kind = "bias" if part.endswith("_bias") else "weight"
         if part.startswith("gate_up_proj"):
             halves = (own[0], own[1] // 2, *own[2:])
             found |= {f"{owner}.experts.{each}.{kind}": halves for each in ("gate_proj", "up_proj")}
         elif part.startswith("down_proj"):
             found[f"{owner}.experts.down_proj.{kind}"] = own
-        elif not owner and len(shape) == 3 and shape[1] == 1:  # a convolution of single channels
-            found[key] = (shape[0], shape[2])
+        elif key.endswith(".shared_mlp.input_linear.weight"):
+            half = (shape[0] // 2, shape[1])
+            found |= {key.replace("input_linear", each): half for each in ("gate_proj", "up_proj")}
         else:
-            found[key] = shape
+            found[key] = stored_shape(settings.fields, key, shape)
     return found
 
 

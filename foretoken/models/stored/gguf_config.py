@@ -20,6 +20,7 @@ from foretoken.core.errors import ModelError, foreign_errors_as, listed, one_lin
 from foretoken.models.architectures import GGUF_ARCHITECTURES, GgufArchitecture
 from foretoken.models.config import check_sizes, is_size
 from foretoken.models.stored.gguf_hybrids import (
+    block_types,
     head_columns,
     head_rows,
     joined_rows,
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     from foretoken.models.stored.gguf_header import StoredTensor
 
 _LAYERS_OF_EXAONE4_32B = 64  # llama.cpp recognises these models by their layers too
+_SIGMOID = 2  # of `expert_gating_func`
 _LAYERS_OF_27B = {"gemma2": 46, "gemma3": 62}
 BLOCK = re.compile(r"blk\.(0|[1-9][0-9]{0,5})\.(.+)")
 ROPE_FACTORS = "rope_freqs.weight"  # one for each pair of a head, in place of a formula's parameters
@@ -85,10 +87,13 @@ class Values:
             self.model_type = "mixtral"
         elif self.name == "olmo2" and self.own.get("attention.sliding_window"):
             self.model_type = "olmo3"
+        elif self.name == "granitehybrid":
+            self.model_type = "bamba" if self._is_plain() else "granitemoehybrid"
         self.architecture = GGUF_ARCHITECTURES[self.model_type]
         if self.name == "exaone4" and self.own.get("block_count") == _LAYERS_OF_EXAONE4_32B:
             self.architecture = replace(self.architecture, window=4, default_window=4096)
-        if self.is_mixture != ("ffn_gate_inp" in self.architecture.parts):
+        may_be_mixture = "ffn_gate_inp" in self.architecture.parts
+        if self.is_mixture != may_be_mixture and self.model_type != "granitemoehybrid":
             found, wanted = ("is a mixture of", "a dense model") if self.is_mixture else ("has no", "some")
             raise self.refusal(f"{found} experts", wanted)
         own = (*self.architecture.scales, *self.architecture.keys, self.architecture.epsilon[0])
@@ -96,6 +101,12 @@ class Values:
         unknown = self.own.keys() - known
         if unknown:
             raise self.refusal(f"has {prefix}{listed(unknown)}, which may change the model", "known settings")
+
+    def _is_plain(self) -> bool:
+        """Decides whether a Granite has rotary positions, no experts, and no factors."""
+        scales = GGUF_ARCHITECTURES["granitemoehybrid"].scales.keys()
+        has_rope = self.own.get("rope.scaling.finetuned") is not False
+        return has_rope and not self.is_mixture and not scales & self.own.keys()
 
     def refusal(self, what: str, expected: str) -> ModelError:
         """Returns the error for a file that `what` says of."""
@@ -185,7 +196,9 @@ def read_settings(file: GgufFile) -> Settings:
     ends = vocabulary.ends
     inner = values.own.get("expert_feed_forward_length")
     fields: dict[str, Any] = {
-        field: values.size(key, inner if key == "feed_forward_length" else None) for key, field in _SIZES.items()
+        field: values.size(key, inner if key == "feed_forward_length" else None)
+        for key, field in _SIZES.items()
+        if key != "feed_forward_length" or values.name != "nemotron_h"
     }
     file = _without_next_token_layers(values, file, fields)
     layers, heads = fields["num_hidden_layers"], fields["num_attention_heads"]
@@ -199,10 +212,12 @@ def read_settings(file: GgufFile) -> Settings:
     if values.size("attention.value_length", head_dim) != head_dim:
         raise values.refusal("has values of another length than keys", "one length")
     fields["num_key_value_heads"], has_attention = kv_heads(values, layers, heads)
-    fields |= recurrent_fields(values, layers, has_attention)
+    fields |= recurrent_fields(values, file, fields["hidden_size"], has_attention)
+    if values.name == "nemotron_h":
+        fields["intermediate_size"], fields["layer_types"] = block_types(values, layers, has_attention)
     file = _with_split_tensors(file, joined_rows(fields, architecture, head_dim))
+    fields |= {} if values.name == "nemotron_h" else {"rope_parameters": _rope(values, file, head_dim)}
     fields |= {
-        "rope_parameters": _rope(values, file, head_dim),
         "bos_token_id": vocabulary.ids.get("bos"),
         "eos_token_id": ends if len(ends) > 1 else ends[0] if ends else None,
         "pad_token_id": vocabulary.ids.get("padding"),
@@ -221,8 +236,7 @@ def read_settings(file: GgufFile) -> Settings:
     if architecture.has_own_head_dim or head_dim != plain_dim:
         fields["head_dim"] = head_dim
     fields |= _scales(values, head_dim)
-    if values.is_mixture:
-        fields |= _mixture(values, fields["intermediate_size"])
+    fields |= _mixture(values, fields["intermediate_size"])
     fields |= {field: tensor in file.tensors for field, tensor in architecture.switches.items()}
     others = {f"{values.name}.{key}": field for key, field in _OTHERS.items() if key in values.own}
     return Settings(file, values.model_type, architecture, fields, others)
@@ -275,31 +289,46 @@ def _with_split_tensors(file: GgufFile, sizes: dict[str, list[int]]) -> GgufFile
 
 
 def _scales(values: Values, head_dim: int) -> dict[str, float]:
-    plain = {"attention_multiplier": head_dim**-0.5}
+    plain, optional = {"attention_multiplier": head_dim**-0.5}, ("command-r", "granitehybrid")
     return {
         field: float(
-            values.number(key, None if key == "logit_scale" and values.name != "command-r" else plain.get(field, 1.0))
+            values.number(key, None if key == "logit_scale" and values.name not in optional else plain.get(field, 1.0))
         )
         for key, field in values.architecture.scales.items()
     }
 
 
 def _mixture(values: Values, intermediate: int) -> dict[str, Any]:
+    if not values.is_mixture:
+        none = {"num_local_experts": 0, "num_experts_per_tok": 0, "shared_intermediate_size": intermediate}
+        return none if values.model_type == "granitemoehybrid" else {}
     count, top_k = values.size("expert_count"), values.size("expert_used_count")
     if top_k > count:
         raise values.refusal(f"takes {top_k} of {count} experts", "at most all")
     inner = values.size("expert_feed_forward_length", None if values.name == "gpt-oss" else intermediate)
     if values.name in ("llama", "gpt-oss"):
         return {"num_local_experts": count, "num_experts_per_tok": top_k, "intermediate_size": inner}
+    if values.name == "granitehybrid":  # llama.cpp ignores `expert_feed_forward_length`
+        shared = values.size("expert_shared_feed_forward_length")
+        return {"num_local_experts": count, "num_experts_per_tok": top_k, "shared_intermediate_size": shared}
+    dense = {}
+    if values.name == "lfm2moe":
+        if values.value("expert_gating_func") != _SIGMOID:
+            raise values.refusal("does not take experts by sigmoid", f"expert_gating_func {_SIGMOID}")
+        dense["num_dense_layers"] = (
+            values.size("leading_dense_block_count") if values.own.get("leading_dense_block_count") else 0
+        )
     # llama.cpp scales the weights of a token's experts to sum to 1, whatever the model does.
-    return {"num_experts": count, "num_experts_per_tok": top_k, "moe_intermediate_size": inner, "norm_topk_prob": True}
+    return dense | {
+        "num_experts": count, "num_experts_per_tok": top_k, "moe_intermediate_size": inner, "norm_topk_prob": True,
+    }  # fmt: skip
 
 
 def _rope(values: Values, file: GgufFile, head_dim: int) -> dict[str, Any]:
     theta, rotated = float(values.number("rope.freq_base", 10000.0)), values.size("rope.dimension_count", head_dim)
     plain = {"rope_type": "default", "rope_theta": theta}
     rope = plain | _scaling(values, file, rotated, theta)
-    if values.name in ("phi3", "glm4", "qwen35"):
+    if values.name in ("phi3", "glm4", "qwen35") or values.model_type == "bamba":
         rope["partial_rotary_factor"] = rotated / head_dim
         rope |= sections(values, rotated) if values.name == "qwen35" else {}
     elif rotated != head_dim:

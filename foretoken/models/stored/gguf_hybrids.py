@@ -18,12 +18,16 @@ if TYPE_CHECKING:
 
     from foretoken.models.architectures import GgufArchitecture
     from foretoken.models.stored.gguf_config import Settings, Values
+    from foretoken.models.stored.gguf_file import GgufFile
 
 _KV_HEADS = "attention.head_count_kv"
+_MAMBA2 = ("granitehybrid", "falcon-h1", "nemotron_h")
+_MAMBA2_FIELDS = ("mamba_n_heads", "mamba_d_head", "mamba_n_groups", "mamba_d_state", "mamba_d_conv")
+_NEMOTRON_FIELDS = ("mamba_num_heads", "mamba_head_dim", "n_groups", "ssm_state_size", "conv_kernel")
 _RECURRENT = "attention.recurrent_layers"
 _ROWS_OF_VALUES = ("attn_qkv", "attn_gate", "ssm_conv1d")
 _ROWS_OF_HEADS = ("ssm_beta", "ssm_alpha", "ssm_dt", "ssm_a")
-_TOLD_BY_KV_HEADS = ("lfm2",)  # layers are recurrent if they have no heads of keys
+_NO_HEADS = ("lfm2", "lfm2moe", "granitehybrid", "nemotron_h")  # layers without attention have 0 heads of keys
 
 
 def kv_heads(values: Values, layers: int, heads: int) -> tuple[int, list[bool]]:
@@ -32,7 +36,7 @@ def kv_heads(values: Values, layers: int, heads: int) -> tuple[int, list[bool]]:
     Raises `ModelError` if the attention layers do not have one number.
     """
     found = values.own.get(_KV_HEADS)
-    if values.name not in _TOLD_BY_KV_HEADS or not isinstance(found, list):
+    if values.name not in _NO_HEADS or not isinstance(found, list):
         return values.size(_KV_HEADS, heads), [True] * layers
     numbers = sorted({each for each in found if each != 0})
     if len(found) != layers or len(numbers) != 1 or not is_size(numbers[0]):
@@ -41,15 +45,65 @@ def kv_heads(values: Values, layers: int, heads: int) -> tuple[int, list[bool]]:
     return numbers[0], [each != 0 for each in found]
 
 
-def recurrent_fields(values: Values, layers: int, has_attention: list[bool]) -> dict[str, Any]:
-    """Returns the fields of recurrent layers; {} for architectures without any. Raises `ModelError` as `Values`."""
-    if values.name == "lfm2":
+def recurrent_fields(values: Values, file: GgufFile, hidden: int, has_attention: list[bool]) -> dict[str, Any]:
+    """Returns the fields of recurrent layers; {} for architectures without any. Raises `ModelError` as `Values`.
+
+    `hidden`: the hidden size; `has_attention`: by layers, see `kv_heads`.
+    """
+    if values.name in ("lfm2", "lfm2moe"):
         kinds = ["full_attention" if each else "conv" for each in has_attention]
-        return {
-            "layer_types": kinds, "conv_L_cache": values.size("shortconv.l_cache"), "conv_bias": False,
-            "block_auto_adjust_ff_dim": False,
-        }  # fmt: skip
-    return _delta_net(values, layers) if values.name == "qwen35" else {}
+        own = {"block_auto_adjust_ff_dim": False} if values.name == "lfm2" else {}
+        return own | {"layer_types": kinds, "conv_L_cache": values.size("shortconv.l_cache"), "conv_bias": False}
+    if values.name == "qwen35":
+        return _delta_net(values, len(has_attention))
+    return _mamba2(values, file, hidden, has_attention) if values.name in _MAMBA2 else {}
+
+
+def _mamba2(values: Values, file: GgufFile, hidden: int, has_attention: list[bool]) -> dict[str, Any]:
+    inner, heads = values.size("ssm.inner_size"), values.size("ssm.time_step_rank")
+    groups, expand = values.size("ssm.group_count"), inner // hidden
+    if inner % heads or inner % groups or (values.name == "granitehybrid" and inner != expand * hidden):
+        expected = f"a multiple of {heads} heads, of {groups} groups and of the hidden size"
+        raise values.refusal(f"has {inner} as {values.name}.ssm.inner_size", expected)
+    sizes = [heads, inner // heads, groups, values.size("ssm.state_size"), values.size("ssm.conv_kernel")]
+    has_bias = any(name.endswith(".ssm_conv1d.bias") for name in file.tensors)
+    if values.name == "nemotron_h":
+        return dict(zip(_NEMOTRON_FIELDS, sizes, strict=True)) | {"use_conv_bias": has_bias}
+    fields = dict(zip(_MAMBA2_FIELDS, sizes, strict=True)) | {"mamba_conv_bias": has_bias}
+    if values.name == "falcon-h1":  # its factors are multiplied into the weights
+        return fields | {"mamba_d_ssm": inner, "mamba_norm_before_gate": False}
+    fields["mamba_expand"] = expand
+    if values.model_type == "bamba":
+        return fields | {"attn_layer_indices": [layer for layer, each in enumerate(has_attention) if each]}
+    kinds = ["full_attention" if each else "linear_attention" for each in has_attention]
+    has_rope = values.own.get("rope.scaling.finetuned", True) is not False
+    return fields | {"layer_types": kinds, "position_embedding_type": "rope" if has_rope else None}
+
+
+def block_types(values: Values, layers: int, has_attention: list[bool]) -> tuple[int, list[str]]:
+    """Returns the inner size of the feed-forward blocks of Nemotron-H, and what each of its blocks is."""
+    key = "feed_forward_length"
+    found = values.value(key)
+    sizes = found if isinstance(found, list) else [values.size(key)] * layers
+    own = sorted({each for each in sizes if each != 0})
+    both = [bool(size) and each for size, each in zip(sizes, has_attention, strict=False)]
+    if len(sizes) != layers or len(own) != 1 or not is_size(own[0]) or any(both):
+        expected = f"{layers} numbers, one positive number in place of attention and 0 for other blocks"
+        raise values.refusal(f"has {shown(found)} as {values.name}.{key}", expected)
+    kinds = ["mlp" if size else "full_attention" if each else "linear_attention"
+             for size, each in zip(sizes, has_attention, strict=True)]  # fmt: skip
+    return own[0], kinds
+
+
+def stored_shape(fields: dict[str, Any], key: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Returns the shape that a file has for a weight of transformers that is no expert."""
+    groups = fields.get("mamba_n_groups", fields.get("n_groups"))  # of Mamba2
+    if groups is not None and key.endswith((".A_log", ".D")):
+        return (*shape, 1)
+    if groups is not None and key.endswith((".mamba.norm.weight", ".mixer.norm.weight")):
+        return (groups, shape[0] // groups)
+    is_convolution = len(shape) == 3 and shape[1] == 1  # of single channels
+    return (shape[0], shape[2]) if is_convolution else shape
 
 
 def _delta_net(values: Values, layers: int) -> dict[str, Any]:
