@@ -7,14 +7,14 @@ tokens, and for the stored inputs of rejected tokens.
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+import copy
 from typing import Any
 
 import torch
 
 from foretoken import LLM
 from foretoken.core.token_tree import TokenTree
-from foretoken.decoder.native_states import NativeState, StateBlock
+from foretoken.decoder.native_states import NativeState, NodeRow, StateBlock
 from foretoken.decoder.recurrent_states import LayerState, RecurrentStates, _At, _LastPass
 from foretoken.drafters.base import DraftContext, Prefix
 from foretoken.drafters.draft_model import DraftModelDrafter
@@ -41,7 +41,7 @@ def poison_target(engine: LLM, *, start: int = 0) -> None:
             if states is not None:
                 poison_states(states, slot, max(0, length + start))
         if states is not None and engine.target.name == "lean-native":
-            poison_inputs(states, engine.target.decoder)
+            poison_inputs(states, engine.target.decoder._state_memory)
 
     def poisoned_step() -> Any:
         changed = step()
@@ -62,34 +62,32 @@ def poison_states(states: RecurrentStates, slot: int, start: int) -> None:
     def dead(at: _At) -> _At:
         return at if at.length <= start else at._replace(state=_nan(at.state))
 
-    last, snapshots = states._last[slot], states.snapshots
-    states._committed[slot] = dead(states._committed[slot])
+    last, snapshots, before = states._last[slot], states.snapshots, states._before[slot]
+    states._committed[slot], states._before[slot] = dead(states._committed[slot]), before and dead(before)
     for length in [each for each in snapshots._lengths[slot] if each > start]:
         snapshots.keep(slot, length, _nan(snapshots.find(slot, length)))
     if last is not None and last.length + len(last.parents) > start and not isinstance(last.states, _PartlyDead):
         states._last[slot] = last._replace(states=_PartlyDead(last, start))
 
 
-def poison_inputs(states: RecurrentStates, decoder: Any) -> None:
-    """NaN in the rows of blocks of the native kernels that no state needs, and in blocks that nobody uses."""
-    model = decoder._described.structure
+def poison_inputs(states: RecurrentStates, memories: Any) -> None:
+    """NaN in the rows of blocks of the native kernels that no state needs, and in the memory that nobody uses."""
     alive: dict[int, tuple[StateBlock, set[int]]] = {}
-    kept = [at.state for at in (*states._committed, *states.snapshots._kept.values())]
+    known = [*states._committed, *filter(None, states._before), *states.snapshots._kept.values()]
+    kept = [at.state for at in known]
     for last in states._last:
         if last is not None:
             nodes = range(last.first, last.first + len(last.parents))
             kept += [last.states.after(node) for node in nodes if last.states.is_kept(node)]
-    for state in kept:
-        if isinstance(state, NativeState) and isinstance(state.block, StateBlock):
-            alive.setdefault(id(state.block), (state.block, set()))[1].update(state.rows)
-    layers = [model.layers[index].recurrent for index in range(model.num_layers)]
-    for block, rows in alive.values():
-        dead = torch.tensor([row not in rows for row in range(block.num_rows)], dtype=torch.bool)
-        for layer in (each for each in layers if each.kind):
-            at = model.state_size + layer.rows_before * (model.window + block.num_rows) + model.window * layer.row_size
-            stored = block.tensor[at : at + block.num_rows * layer.row_size].view(block.num_rows, layer.row_size)
-            stored[dead] = torch.nan
-    for memory in decoder._state_memory._idle:
+    for state in filter(None, kept):
+        for block, place in [*([(state.block, -1)] if state.block else []), *state.rows]:
+            alive.setdefault(id(block), (block, set()))[1].add(place)
+    for block, places in alive.values():
+        rows = block.tensor[(block.first_row - block.tensor.data_ptr()) // 4 :]
+        width = block._row_bytes // 4
+        for place in set(range(len(rows) // width)) - places:
+            rows[place * width : (place + 1) * width] = torch.nan
+    for memory in (memory for each in memories for memory in each._idle):
         memory.fill_(torch.nan)
 
 
@@ -111,13 +109,18 @@ class _PartlyDead:
 
 def _nan(state: Any) -> Any:
     if isinstance(state, NativeState):
-        block: Any = SimpleNamespace(
-            tensor=torch.full_like(state.block.tensor, torch.nan), num_rows=state.block.num_rows
-        )
-        return state._replace(block=block)
+        rows = [NodeRow(_nan_block(row.block), row.place) for row in state.rows]
+        return NativeState(None if state.block is None else _nan_block(state.block), rows)
     if state is None:
         return None
     return LayerStates({layer: LayerState(*map(_filled, each)) for layer, each in state.items()})
+
+
+def _nan_block(block: StateBlock) -> StateBlock:
+    dead = copy.copy(block)
+    dead.tensor = torch.full_like(block.tensor, torch.nan)
+    dead.first_row += dead.tensor.data_ptr() - block.tensor.data_ptr()
+    return dead
 
 
 def _filled(part: Any) -> Any:

@@ -57,12 +57,12 @@ def commits(change: Callable[[Commit], Any]) -> Callable[[pytest.MonkeyPatch], N
         own = RecurrentStates.commit
 
         def wrong(
-            self: RecurrentStates, slots: Sequence[int], lengths: Sequence[int], paths: Sequence[Sequence[int]]
+            self: RecurrentStates, slots: Sequence[int], lengths: Sequence[int], nodes: Sequence[Sequence[int]]
         ) -> None:
             before = [(self._committed[slot].state, self._last[slot]) for slot in slots]
-            own(self, slots, lengths, paths)
+            own(self, slots, lengths, nodes)
             counts = [len(last.parents) for _, last in before if last is not None]
-            for slot, (state, last), path in zip(slots, before, paths, strict=True):
+            for slot, (state, last), (_, *path) in zip(slots, before, nodes, strict=True):
                 assert last is not None
                 changed = change(Commit(state, last, path, counts))
                 self._committed[slot] = self._committed[slot]._replace(state=changed)
@@ -81,7 +81,7 @@ def stale_window(commit: Commit) -> Any:
     """The recurrent state is rolled back, the window of the convolution is not. Native: inputs of wrong siblings."""
     right, wrong = commit.last.after(commit.path[-1] if commit.path else 0), last_node(commit)
     if isinstance(right, NativeState):
-        return right._replace(rows=[max(0, row - 1) for row in right.rows])
+        return right._replace(rows=[row._replace(place=max(0, row.place - 1)) for row in right.rows])
     return LayerStates({layer: LayerState(wrong[layer].window, each.recurrent) for layer, each in right.items()})
 
 
@@ -108,12 +108,12 @@ def without_drafts_from_the_root(monkeypatch: pytest.MonkeyPatch) -> None:
     commit, begin = RecurrentStates.commit, RecurrentStates.begin
     roots: dict[int, Any] = {}
 
-    def note(self: RecurrentStates, slots: Any, lengths: Any, paths: Any) -> None:
+    def note(self: RecurrentStates, slots: Any, lengths: Any, nodes: Any) -> None:
         for slot in slots:
             last = self._last[slot]
             assert last is not None
             roots[slot] = last.after(0)
-        commit(self, slots, lengths, paths)
+        commit(self, slots, lengths, nodes)
 
     def wrong(self: RecurrentStates, work: Pass) -> list[Start]:
         return [
