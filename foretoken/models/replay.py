@@ -175,11 +175,26 @@ class _Dense(nn.Module):
 
 
 class _RoundedRows:
-    """A cache that keeps nothing, and rounds keys and values as the kernels store them in int8."""
+    """A cache that keeps nothing, and rounds keys and values as the kernels store them in int8.
+
+    Recurrent layers find no state, and what they would keep comes back as it is.
+    """
 
     def update(self, key: Tensor, value: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         """Returns both quantized."""
         return _rounded(key), _rounded(value)
+
+    def get_conv_state(self, *_: Any, **__: Any) -> None:
+        pass
+
+    def get_recurrent_state(self, *_: Any, **__: Any) -> None:
+        pass
+
+    def update_conv_state(self, conv_states: Tensor, *_: Any, **__: Any) -> Tensor:
+        return conv_states
+
+    def update_recurrent_state(self, recurrent_states: Tensor, *_: Any, **__: Any) -> Tensor:
+        return recurrent_states
 
 
 def _rounded(rows: Tensor) -> Tensor:
