@@ -212,8 +212,12 @@ _NEMOTRON_H = {f"attn_{part}": f"mixer.{part}_proj" for part in ("q", "k", "v")}
 _DELTA_NET = {
     "attn_qkv": "linear_attn.in_proj_qkv", "attn_gate": "linear_attn.in_proj_z", "ssm_beta": "linear_attn.in_proj_b",
     "ssm_alpha": "linear_attn.in_proj_a", "ssm_conv1d": "linear_attn.conv1d", "ssm_norm": "linear_attn.norm",
-    "ssm_out": "linear_attn.out_proj",
+    "ssm_out": "linear_attn.out_proj", "post_attention_norm": "post_attention_layernorm",
 }  # fmt: skip
+_DELTA_NET_WEIGHTS = {"ssm_a": "linear_attn.A_log", "ssm_dt.bias": "linear_attn.dt_bias"}
+_SHARED_EXPERT = {f"ffn_{part}_shexp": f"mlp.shared_expert.{part}_proj" for part in ("gate", "up", "down")} | {
+    "ffn_gate_inp_shexp": "mlp.shared_expert_gate"
+}
 _SSM_KEYS = tuple(f"ssm.{key}" for key in ("conv_kernel", "state_size", "group_count", "time_step_rank", "inner_size"))
 _DELTA_NET_KEYS = (*_SSM_KEYS, "attention.recurrent_layers", "full_attention_interval", "rope.dimension_sections")
 ARCHITECTURES = {
@@ -281,15 +285,17 @@ ARCHITECTURES = {
         "post_attention_norm": "post_attention_layernorm", "ffn_gate_inp": "mlp.router"}, _BIAS,
         own_weights={"attn_sinks.weight": "self_attn.sinks"}, window=2, has_own_head_dim=True)),
     "qwen2_moe": Architecture("Qwen2MoeForCausalLM", _LAYER_WINDOW),
-    "qwen3_5_moe_text": Architecture("Qwen3_5MoeForCausalLM", _GATED_DELTA),
+    "qwen3_5_moe_text": Architecture("Qwen3_5MoeForCausalLM", _GATED_DELTA, GgufArchitecture(
+        "qwen35moe", _DELTA_NET | _EXPERTS | _SHARED_EXPERT | {"ffn_gate_inp": "mlp.gate"},
+        own_weights=_DELTA_NET_WEIGHTS, norm_offset=1.0, has_own_head_dim=True,
+        keys=(*_DELTA_NET_KEYS, "expert_shared_feed_forward_length"))),
     "qwen3_next": Architecture("Qwen3NextForCausalLM", _GATED_DELTA),
     "olmo_hybrid": Architecture("OlmoHybridForCausalLM", replace(_OLMO, mixer="linear_attn", mixer_norms=_NORMS)),
     "lfm2": Architecture("Lfm2ForCausalLM", _CONVOLUTIONS, GgufArchitecture(
         "lfm2", _LFM2, outer=_LFM2_NORM, epsilon=_LFM2_EPSILON, keys=_LFM2_KEYS)),
     "qwen3_5_text": Architecture("Qwen3_5ForCausalLM", _GATED_DELTA, GgufArchitecture(
-        "qwen35", _DELTA_NET | {"post_attention_norm": "post_attention_layernorm"},
-        own_weights={"ssm_a": "linear_attn.A_log", "ssm_dt.bias": "linear_attn.dt_bias"}, norm_offset=1.0,
-        keys=_DELTA_NET_KEYS, has_own_head_dim=True)),
+        "qwen35", _DELTA_NET, own_weights=_DELTA_NET_WEIGHTS, norm_offset=1.0, keys=_DELTA_NET_KEYS,
+        has_own_head_dim=True)),
 }  # fmt: skip
 LEAN_ARCHITECTURES = {each.name: each.lean for each in ARCHITECTURES.values() if each.lean is not None}
 GGUF_ARCHITECTURES = {kind: each.gguf for kind, each in ARCHITECTURES.items() if each.gguf is not None}

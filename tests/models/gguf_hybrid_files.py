@@ -17,7 +17,8 @@ from models.gguf_files import Add, join_tensors, replace_value
 from models.gguf_files import blocks as blocks_of
 
 _ARCHITECTURES = {
-    "qwen3_5_text": "qwen35", "lfm2": "lfm2", "lfm2_moe": "lfm2moe", "granitemoehybrid": "granitehybrid",
+    "qwen3_5_text": "qwen35", "qwen3_5_moe_text": "qwen35moe",
+    "lfm2": "lfm2", "lfm2_moe": "lfm2moe", "granitemoehybrid": "granitehybrid",
     "bamba": "granitehybrid", "falcon_h1": "falcon-h1", "nemotron_h": "nemotron_h",
 }  # fmt: skip
 # Where transformers joins tensors, or has other names than the checkpoints that are converted.
@@ -30,7 +31,7 @@ _OWN_NAMES = {
     "shared_mlp.input_linear.weight": ("ffn_gate{}.weight", "ffn_up{}.weight"),
     "shared_mlp.output_linear.weight": ("ffn_down{}.weight",),
 }
-_IN_FLOATS = (".ssm_conv1d.", ".shortconv.conv.", ".ssm_norm.", ".ssm_a.", ".ssm_d.", ".ffn_gate_inp.")
+_IN_FLOATS = (".ssm_conv1d.", ".shortconv.conv.", ".ssm_norm.", ".ssm_a.", ".ssm_d.", ".ffn_gate_inp")
 
 
 def write_hybrid(
@@ -150,7 +151,7 @@ def _tiled(key: str, weight: torch.Tensor, config: Any) -> torch.Tensor:
 def _computed(key: str, weight: torch.Tensor, config: Any) -> torch.Tensor:
     if key.endswith("A_log"):
         return -torch.exp(weight)
-    is_offset = config.model_type == "qwen3_5_text" and key.endswith("norm.weight")
+    is_offset = config.model_type.startswith("qwen3_5") and key.endswith("norm.weight")
     return weight + 1 if is_offset and not key.endswith("linear_attn.norm.weight") else weight
 
 
@@ -181,7 +182,8 @@ def _write_header(writer: gguf.GGUFWriter, config: Any) -> None:
     writer.add_embedding_length(config.hidden_size)
     writer.add_head_count(config.num_attention_heads)
     writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_feed_forward_length(config.intermediate_size)
+    if config.model_type != "qwen3_5_moe_text":
+        writer.add_feed_forward_length(config.intermediate_size)
     if config.model_type == "nemotron_h":
         writer.add_layer_norm_eps(config.layer_norm_epsilon)
     else:
@@ -213,6 +215,13 @@ def _qwen35(writer: gguf.GGUFWriter, config: Any) -> None:
         config.linear_num_value_heads, inner,
     )  # fmt: skip
     writer.add_full_attention_interval(config.layer_types.index("full_attention") + 1)
+
+
+def _qwen35moe(writer: gguf.GGUFWriter, config: Any) -> None:
+    _qwen35(writer, config)
+    _write_experts(writer, config.num_experts, config.num_experts_per_tok)
+    writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+    writer.add_expert_shared_feed_forward_length(config.shared_expert_intermediate_size)
 
 
 def _mamba2(writer: gguf.GGUFWriter, config: Any) -> None:
@@ -280,6 +289,7 @@ def _write_states(writer: gguf.GGUFWriter, kernel: int, state: int, groups: int,
 
 
 _HEADERS = {
-    "lfm2": _lfm2, "lfm2_moe": _lfm2_moe, "qwen3_5_text": _qwen35, "granitemoehybrid": _granite, "bamba": _bamba,
+    "lfm2": _lfm2, "lfm2_moe": _lfm2_moe, "qwen3_5_text": _qwen35, "qwen3_5_moe_text": _qwen35moe,
+    "granitemoehybrid": _granite, "bamba": _bamba,
     "falcon_h1": _falcon_h1, "nemotron_h": _nemotron_h,
 }  # fmt: skip

@@ -47,6 +47,12 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "layer_types": ["linear_attention"] * 3 + ["full_attention"], "rope_parameters": _ROPE,
         },
     ),
+    "qwen35 with experts": (
+        "qwen3_5_moe", {
+            "head_dim": 16, "rope_parameters": _ROPE, "moe_intermediate_size": 32,
+            "shared_expert_intermediate_size": 64,
+        },
+    ),
     # llama.cpp scales experts by nothing else.
     "lfm2moe": (
         "lfm2_moe", {"moe_intermediate_size": 32, "tie_word_embeddings": True, "routed_scaling_factor": 1.0},
@@ -63,6 +69,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "nemotron_h": ("nemotron_h", {"mamba_head_dim": 16, "num_hidden_layers": 4, "head_dim": 32}),
 }  # fmt: skip
 _TOLD = [name for name in MODELS if name.startswith(("lfm2 ", "qwen35")) or name == "lfm2"]
+_TOLD.remove("qwen35 with experts")  # has an inner size of its own
 
 
 def written(path: Path, name: str, matrices: Type | Callable[[str], Type] = Type.F32, **options: Any) -> Any:
@@ -140,7 +147,8 @@ def test_gate_and_up_that_transformers_joins_stay_in_integers(path: Path) -> Non
 
 
 @pytest.mark.parametrize(
-    "name", ["lfm2", "qwen35", "lfm2moe", "granite with experts", "bamba", "falcon-h1", "nemotron_h"]
+    "name",
+    ["lfm2", "qwen35", "qwen35 with experts", "lfm2moe", "granite with experts", "bamba", "falcon-h1", "nemotron_h"],
 )
 def test_text_with_drafts_is_the_files_models(path: Path, name: str) -> None:
     model, prompt = written(path, name, Type.Q8_0), [5, 6, 7, 8, 5, 6]
@@ -205,6 +213,7 @@ def test_what_a_file_leaves_out_is_as_llama_cpp_takes_it(path: Path) -> None:
         *((name, {f"ssm.{key}": None}, f"lacks {name}.ssm.{key}.") for name in ("qwen35", "nemotron_h") for key in (
             "conv_kernel", "state_size", "group_count", "time_step_rank", "inner_size",
         )),
+        ("qwen35 with experts", {"expert_shared_feed_forward_length": None}, "lacks qwen35moe.expert_shared_feed"),
         ("lfm2moe", {"expert_gating_func": 1}, "does not take experts by sigmoid. Expected expert_gating_func 2."),
         ("lfm2moe", {"leading_dense_block_count": 2}, "blk.1.exp_probs_b.bias is not used"),
         ("granite with experts", {"expert_shared_feed_forward_length": None}, "lacks granitehybrid.expert_shared_fe"),

@@ -199,7 +199,7 @@ def _checked_module(settings: Settings, config: Any, names: dict[str, str]) -> n
     wrong += [
         f"{names[key]} is {list(file.tensors[names[key]].shape)} instead of {list(shape)}"
         for key, shape in shapes.items()
-        if key in names and file.tensors[names[key]].shape != shape
+        if key in names and file.tensors[names[key]].shape not in (shape, shape[1:] if shape[0] == 1 else shape)
     ]
     if module is None or wrong:
         raise ModelError(

@@ -20,6 +20,7 @@ from foretoken.core.errors import ModelError, foreign_errors_as, listed, one_lin
 from foretoken.models.architectures import GGUF_ARCHITECTURES, GgufArchitecture
 from foretoken.models.config import check_sizes, is_size
 from foretoken.models.stored.gguf_hybrids import (
+    DELTA_NETS,
     block_types,
     head_columns,
     head_rows,
@@ -312,6 +313,8 @@ def _mixture(values: Values, intermediate: int) -> dict[str, Any]:
         shared = values.size("expert_shared_feed_forward_length")
         return {"num_local_experts": count, "num_experts_per_tok": top_k, "shared_intermediate_size": shared}
     dense = {}
+    if values.name == "qwen35moe":
+        dense["shared_expert_intermediate_size"] = values.size("expert_shared_feed_forward_length")
     if values.name == "lfm2moe":
         if values.value("expert_gating_func") != _SIGMOID:
             raise values.refusal("does not take experts by sigmoid", f"expert_gating_func {_SIGMOID}")
@@ -328,9 +331,9 @@ def _rope(values: Values, file: GgufFile, head_dim: int) -> dict[str, Any]:
     theta, rotated = float(values.number("rope.freq_base", 10000.0)), values.size("rope.dimension_count", head_dim)
     plain = {"rope_type": "default", "rope_theta": theta}
     rope = plain | _scaling(values, file, rotated, theta)
-    if values.name in ("phi3", "glm4", "qwen35") or values.model_type == "bamba":
+    if values.name in ("phi3", "glm4", *DELTA_NETS) or values.model_type == "bamba":
         rope["partial_rotary_factor"] = rotated / head_dim
-        rope |= sections(values, rotated) if values.name == "qwen35" else {}
+        rope |= sections(values, rotated) if values.name in DELTA_NETS else {}
     elif rotated != head_dim:
         raise values.refusal(f"rotates {rotated} of {head_dim} numbers of a head", "all")
     if values.name == "granite" and values.own.get("rope.scaling.finetuned") is False:

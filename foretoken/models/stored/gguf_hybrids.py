@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from foretoken.models.stored.gguf_file import GgufFile
 
 _KV_HEADS = "attention.head_count_kv"
+DELTA_NETS = ("qwen35", "qwen35moe")
 _MAMBA2 = ("granitehybrid", "falcon-h1", "nemotron_h")
 _MAMBA2_FIELDS = ("mamba_n_heads", "mamba_d_head", "mamba_n_groups", "mamba_d_state", "mamba_d_conv")
 _NEMOTRON_FIELDS = ("mamba_num_heads", "mamba_head_dim", "n_groups", "ssm_state_size", "conv_kernel")
@@ -54,7 +55,7 @@ def recurrent_fields(values: Values, file: GgufFile, hidden: int, has_attention:
         kinds = ["full_attention" if each else "conv" for each in has_attention]
         own = {"block_auto_adjust_ff_dim": False} if values.name == "lfm2" else {}
         return own | {"layer_types": kinds, "conv_L_cache": values.size("shortconv.l_cache"), "conv_bias": False}
-    if values.name == "qwen35":
+    if values.name in DELTA_NETS:
         return _delta_net(values, len(has_attention))
     return _mamba2(values, file, hidden, has_attention) if values.name in _MAMBA2 else {}
 
@@ -158,7 +159,7 @@ def joined_rows(fields: dict[str, Any], architecture: GgufArchitecture, head_dim
     if "self_attn.qkv_proj" in architecture.parts.values():  # transformers joins them too
         return {}
     keys = fields["num_key_value_heads"] * head_dim
-    queries = fields["num_attention_heads"] * head_dim * (2 if architecture.name == "qwen35" else 1)
+    queries = fields["num_attention_heads"] * head_dim * (2 if architecture.name in DELTA_NETS else 1)
     kinds = fields.get("layer_types", ["full_attention"] * fields["num_hidden_layers"])
     return {f"blk.{layer}": [queries, keys, keys] for layer, kind in enumerate(kinds) if kind == "full_attention"}
 
