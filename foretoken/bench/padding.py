@@ -342,8 +342,10 @@ Rules = dict[str, Rule]
 def padded_head(
     checkpoint: HeadCheckpoint, padding: Padding, record: TwinRecord, target: TargetFingerprint
 ) -> HeadCheckpoint:
-    """Returns a head for the twin of its target, with the same drafts."""
+    """Returns a head for the twin of its target, with the same drafts; raises `ConfigError` for one without a twin."""
     config: Any = checkpoint.config
+    if config.method not in _METHODS:
+        raise ConfigError(f"heads of method '{config.method}' have no twin. Expected others. Name them with --heads.")
     rules_of, sizes_of = _METHODS[config.method]
     rules = rules_of(config)
     weights = {}

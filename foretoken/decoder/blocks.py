@@ -354,7 +354,7 @@ class Blocks(Part):
     @property
     def is_plain(self) -> bool:
         """Whether every block has attention and a feed-forward layer, and nothing beside or behind them."""
-        plain = [each for each in self.attention if not each.gates_heads and each.beside is None and each.mlp]
+        plain = [each for each in self.attention if each.beside is None and each.mlp]
         return len(plain) == len(self.blocks)
 
     @property

@@ -291,9 +291,7 @@ class TorchBlocks:
     def __init__(self, blocks: Blocks, cache: SlotCache, *, moves_weights: bool = False) -> None:
         """Fuses the projections of blocks on one device; takes the fastest element-wise operations."""
         if not blocks.is_plain:
-            raise UnsuitableError(
-                "only native kernels on CPUs run recurrent layers, attention with gates, and blocks of one part."
-            )
+            raise UnsuitableError("only native kernels on CPUs run recurrent layers, and blocks of one part.")
         self._cache, self._ops = cache, elementwise_ops(blocks.dtype, blocks.device)
         self._layers = [
             _Layer(index, block, blocks.dtype, moves_weights=moves_weights)
@@ -362,8 +360,11 @@ class TorchBlocks:
             query, self._cache.keys[layer.index], self._cache.values[layer.index], layout, scale=spec.attention_scale,
             window=spec.window, softcap=spec.softcap,
         )  # fmt: skip
+        mixed = attended.flatten(1)
+        if layer.gate is not None:
+            mixed = mixed * layer.gate(normed).sigmoid()
         in_parts = self._ops.sums_parts and not block.attention_post_norm
-        return _projected(layer.output, attended.flatten(1), in_parts=in_parts)
+        return _projected(layer.output, mixed, in_parts=in_parts)
 
     def _with_side(self, block: Block, normed: Tensor, side: Tensor | None) -> Tensor:
         """Returns the input of attention: (M, E), or (M, 2 E) with a second input."""
@@ -382,7 +383,9 @@ class _Layer:
         norms: dict[str, Any] = {name: prepared_norm(getattr(block, name), dtype) for name in _NORMS}
         side = prepared_norm(None if block.side is None else block.side.norm, dtype)
         self.block = replace(block, **norms, side=None if side is None else Side(norm=side))
-        self.query_key_value = fuse(block.query, block.key, block.value, moves_weights=moves_weights)
+        query, gate = _without_gates(block)
+        self.query_key_value = fuse(query, block.key, block.value, moves_weights=moves_weights)
+        self.gate = None if gate is None else fuse(gate)  # of the heads' outputs
         self.output = fuse(block.output)
         assert block.mlp is not None, "the blocks are plain"
         self.mlp = (
@@ -394,6 +397,20 @@ class _Layer:
     @cached_property
     def key_value(self) -> FusedLinear:
         return fuse(self.block.key, self.block.value)
+
+
+def _without_gates(block: Block) -> tuple[Matrix, Matrix | None]:
+    """Returns the matrices of queries and of gates, whose rows take turns by head; no gates if the block has none."""
+    if not block.gates_heads:
+        return block.query, None
+    heads, size = block.spec.num_heads, block.spec.head_dim
+    weights = block.query.dense().unflatten(0, (heads, 2, size)).unbind(1)
+    biases = [None, None] if block.query.bias is None else block.query.bias.unflatten(0, (heads, 2, size)).unbind(1)
+    query, gate = (
+        Matrix(weight=weight.flatten(0, 1), bias=None if bias is None else bias.flatten())
+        for weight, bias in zip(weights, biases, strict=True)
+    )
+    return query, gate
 
 
 class _TorchFeedForward:

@@ -375,6 +375,7 @@ _DRAFTERS: dict[str, type[HeadDrafter]] = {
     "hydra": HydraDrafter,
     "medusa": MedusaDrafter,
     "mlp_speculator": MlpSpeculatorDrafter,
+    "mtp": AutoregressiveDrafter,
     "spire": SpireDrafter,
 }
 

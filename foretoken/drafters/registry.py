@@ -38,13 +38,15 @@ _SHARED = {
 _TOOLS = {"oracle"}
 # Methods of papers and other engines, without dashes, that do not exist here.
 _PLANNED = frozenset({
-    "clover", "dflash", "kangaroo", "mtp", "ngramgpu", "pard",
+    "clover", "dflash", "kangaroo", "ngramgpu", "pard",
 })  # fmt: skip
 # Papers with heads that another paper's method drafts with.
 _SAME_AS = {"hass": "eagle", "eagle2": "eagle"}
 # Other names of methods, without dashes.
 _OTHER_NAMES = {
     "layerskip": "early_exit",
+    "qwen35mtp": "mtp",
+    "qwen3nextmtp": "mtp",
     "lookaheaddecoding": "lookahead",
     "suffixdecoding": "suffix",
     "tokenrecycling": "recycling",
@@ -108,7 +110,7 @@ def drafter_options(config: Mapping[str, Any], *, other_keys: frozenset[str] = f
 def unknown_method(method: object, also: Sequence[str] = ()) -> str:
     """Returns the message about an unknown method; also: names of heads that may be meant."""
     plain = str(method).lower().replace("-", "").replace("_", "") if isinstance(method, str) else ""
-    if plain in _PLANNED or plain.endswith("mtp"):
+    if plain in _PLANNED or (plain.endswith("mtp") and plain not in _OTHER_NAMES):
         return f"speculative method {shown(method)} is not there yet. Available: {', '.join(offered_methods())}."
     if plain in _SAME_AS:
         return (

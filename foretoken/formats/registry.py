@@ -42,7 +42,8 @@ def unserved_head(files: HeadFiles) -> str | None:
 
 
 # A module comes before those that would recognise its files too.
-_MODULES = ("native", "speculators", "eagle3", "eagle", "tensorrt_llm", "hydra", "mlp_speculator", "medusa")
+_MODULES = ("native", "speculators", "eagle3", "eagle", "tensorrt_llm", "hydra", "mlp_speculator", "medusa", "mtp")
+MODELS_OWN = "mtp"  # the format of heads in the files of their targets
 _NONSENSE = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RuntimeError)
 
 
@@ -68,7 +69,8 @@ def format_of(files: HeadFiles) -> Format | None:
 def holds_head(path: Path) -> bool:
     """Decides whether a directory or file is meant to hold a head.
 
-    Heads of families that are not served count as well: `read_head` names them. Raises `ModelError` for damaged files
+    Heads of families that are not served count as well: `read_head` names them. A model with a head for multi-token
+    prediction is a model. Raises `ModelError` for damaged files
     that only a head can have: a target is never read from pickles.
     """
     directory = path if path.is_dir() else path.parent
@@ -78,7 +80,8 @@ def holds_head(path: Path) -> bool:
         return False
     try:
         files = open_files(path)
-        return format_of(files) is not None or unserved_head(files) is not None
+        form = format_of(files)
+        return (form is not None and form.name != MODELS_OWN) or unserved_head(files) is not None
     except ModelError:
         if path.is_file() or not any(directory.glob("*.safetensors")):
             raise

@@ -114,7 +114,12 @@ def test_tools_are_offered_to_nobody(method: str) -> None:
 
 @pytest.mark.parametrize(
     ("method", "name"),
-    [("token_recycling", "recycling"), ("Token-Recycling", "recycling"), ("lookahead_decoding", "lookahead")],
+    [
+        ("token_recycling", "recycling"),
+        ("Token-Recycling", "recycling"),
+        ("lookahead_decoding", "lookahead"),
+        ("qwen3_5_mtp", "mtp"),
+    ],
 )
 def test_other_names_lead_to_the_method(method: str, name: str) -> None:
     with pytest.raises(ConfigError, match=rf"'{method}' is named '{name}' here\. Set 'method' to that\."):
@@ -122,7 +127,7 @@ def test_other_names_lead_to_the_method(method: str, name: str) -> None:
     assert drafter_options({"method": name}).method == name
 
 
-NEEDS_MODEL = ("draft_model", "eagle", "eagle3", "falcon", "hydra", "medusa", "mlp_speculator", "rest", "spire")
+NEEDS_MODEL = ("draft_model", "eagle", "eagle3", "falcon", "hydra", "medusa", "mlp_speculator", "mtp", "rest", "spire")
 
 
 def test_every_method_has_the_two_names_and_sound_options() -> None:

@@ -174,7 +174,7 @@ def test_our_own_format_has_a_map_of_tokens(tmp_path: Path, tokens: list[float])
 def test_unknown_format(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"in format 'medsua'. Did you mean 'medusa'"):
         write_head("medsua", random_head(HEAD), tmp_path)
-    assert {"gorgon"} == set(known_formats()) - set(known_formats(writable=True))
+    assert {"gorgon", "mtp"} == set(known_formats()) - set(known_formats(writable=True))
 
 
 def test_dtype(tmp_path: Path) -> None:

@@ -1,0 +1,187 @@
+"""The head for multi-token prediction of Qwen3.5: against the blocks of transformers, and from the target's files."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from end_to_end.same_text import assert_same_text
+from safetensors.torch import save_file
+from tiny_models import tiny_model
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5DecoderLayer, Qwen3_5RMSNorm, Qwen3_5TextRotaryEmbedding
+
+from foretoken import LLM, SamplingParams
+from foretoken.core.errors import ConfigError, ModelError
+from foretoken.core.passes import Pass
+from foretoken.decoder.block_stack import BlockStack
+from foretoken.entrypoints.drafter_files import what_lies_at
+from foretoken.formats import native
+from foretoken.formats.checkpoint import TargetFingerprint
+from foretoken.formats.registry import holds_head, read_head, write_head
+from foretoken.models.loading import wrap_model
+from foretoken.models.parts import target_parts
+from foretoken.training.teacher import Teacher
+
+PROMPTS = [[5], [7, 8, 9] * 4, [40, 3, 12, 9, 61, 17], list(range(3, 20))]
+GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
+
+
+class Reference(nn.Module):
+    """As the files have it; its block is that of transformers."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        width = config.hidden_size
+        self.fc = nn.Linear(2 * width, width, bias=False)
+        self.layers = nn.ModuleList([Qwen3_5DecoderLayer(config, config.layer_types.index("full_attention"))])
+        self.norm, self.pre_fc_norm_embedding, self.pre_fc_norm_hidden = (
+            Qwen3_5RMSNorm(width, config.rms_norm_eps) for _ in range(3)
+        )
+        self.rotary = Qwen3_5TextRotaryEmbedding(config)
+
+    def forward(self, embedded: Tensor, states: Tensor) -> Tensor:
+        """(1, T, W), the next states of pairs at positions 0 to T - 1."""
+        both = torch.cat([self.pre_fc_norm_embedding(embedded), self.pre_fc_norm_hidden(states)], dim=-1)
+        length = both.shape[1]
+        positions = torch.arange(length).unsqueeze(0)
+        mask = torch.full((length, length), float("-inf")).triu(1)[None, None]
+        x = self.fc(both)
+        x = self.layers[0](x, position_embeddings=self.rotary(x, positions), attention_mask=mask)
+        return self.norm(x)
+
+
+@cache
+def reference() -> Reference:
+    torch.manual_seed(3)
+    config = tiny_model("qwen3_5").config
+    config._attn_implementation = "eager"
+    made = Reference(config)
+    with torch.no_grad():
+        for name, parameter in made.named_parameters():
+            parameter.normal_(std=0.3 if "norm" in name else 0.2)
+    return made.eval()
+
+
+def save(directory: Path, module: Reference, **more: Tensor) -> Path:
+    """A checkpoint of the target, with the head's tensors in a file of their own."""
+    tiny_model("qwen3_5").save_pretrained(directory)
+    tensors = {f"mtp.{name}": part.detach().clone() for name, part in module.named_parameters()}
+    save_file(tensors | more, directory / "mtp.safetensors")
+    return directory
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> Path:
+    return save(tmp_path / "target", reference())
+
+
+def test_each_step_equals_the_blocks_of_transformers(files: Path) -> None:
+    """The first step of all positions, and the later ones of each draft, which read the head's own states."""
+    head = read_head(files)[1].module()
+    parts = target_parts(wrap_model(tiny_model("qwen3_5"), name="tiny"))
+    tokens = torch.arange(3, 15).unsqueeze(0)
+    features = torch.randn(1, 12, 32, generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        found = list(head.teacher_forced(features, tokens, parts))
+        embedded = parts.embed(tokens.roll(-1, 1))
+        assert len(found) == 7
+        torch.testing.assert_close(found[0][:, :-1], reference()(embedded, features)[:, :-1], rtol=1e-4, atol=1e-4)
+        for begin in (1, 4, 6):
+            states, own = features[:, : begin + 1], embedded[:, : begin + 1]
+            for step in range(4):
+                state = reference()(own, states)[:, -1:]
+                torch.testing.assert_close(found[step][:, begin : begin + 1], state, rtol=1e-4, atol=1e-4)
+                states = torch.cat([states, state], dim=1)
+                own = torch.cat([own, embedded[:, begin + step + 1 : begin + step + 2]], dim=1)
+
+
+@pytest.mark.parametrize("backend", ["native", "torch"])
+def test_the_block_in_drafts_is_that_of_training(files: Path, backend: Any) -> None:
+    layer: Any = read_head(files)[1].module().layer
+    stack = BlockStack(layer.as_blocks(32), num_slots=1, num_positions=32, capacity=32, backend=backend)
+    inputs = torch.randn(9, 32, generator=torch.Generator().manual_seed(1))
+    work = Pass.of_chains([[0] * 9], slots=[0], prefix_lens=[0])
+    expected = layer(inputs.unsqueeze(0))[0]
+    torch.testing.assert_close(stack.run(inputs, work).float(), expected.detach(), rtol=1e-4, atol=1e-4)
+
+
+def test_files_with_a_head_are_a_model(files: Path) -> None:
+    """So they can be a target or a draft model; only the conversion reads their head."""
+    assert not holds_head(files)
+    found = what_lies_at(files)
+    assert found is not None
+    assert found.is_model
+    name, checkpoint = read_head(files)
+    assert (name, checkpoint.config.method) == ("mtp", "mtp")
+
+
+def test_a_converted_head_is_found_beside_its_target(files: Path) -> None:
+    """As `foretoken convert TARGET TARGET-mtp` leaves it; the target's own files have tensors that it does not read."""
+    _, checkpoint = read_head(files)
+    write_head("native", checkpoint, files.with_name("target-mtp"))
+    config = {"method": "mtp", "num_speculative_tokens": 2}
+    (output,) = LLM(str(files), speculative_config=config).generate([PROMPTS[1]], GREEDY)
+    assert output.metrics.num_drafted > 0
+    assert output.outputs[0].token_ids == plain("lean-native")[1].outputs[0].token_ids
+
+
+def test_heads_that_are_not_served_are_named(tmp_path: Path) -> None:
+    for wrong, error in (
+        ({"mtp.layers.1.mlp.up_proj.weight": torch.zeros(2, 2)}, "has several blocks"),
+        ({"mtp.layers.0.mlp.experts.up_proj": torch.zeros(2, 2)}, "has experts"),
+        ({"mtp.other": torch.zeros(2)}, "unexpected"),
+    ):
+        with pytest.raises(ModelError, match=error):
+            read_head(save(tmp_path / "wrong", reference(), **wrong))
+
+
+@cache
+def plain(runner: str) -> Any:
+    return LLM(tiny_model("qwen3_5"), max_num_seqs=1, runner=runner).generate(PROMPTS, GREEDY)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A head that has learned what plain decoding writes, in a directory of its own."""
+    directory = tmp_path_factory.mktemp("mtp")
+    target = wrap_model(tiny_model("qwen3_5"), name="qwen3_5")
+    parts = target_parts(target)
+    _, checkpoint = read_head(save(directory / "target", reference()), target=TargetFingerprint.of(target))
+    head = checkpoint.module().requires_grad_(requires_grad=True)
+    optimizer = torch.optim.AdamW(head.parameters(), lr=1e-2)
+    texts = [torch.tensor([[*each.prompt_token_ids, *each.outputs[0].token_ids]]) for each in plain("lean-native")]
+    features = [Teacher(target, ("final",)).read_features(text).float() for text in texts]
+    for _ in range(40):
+        for text, read in zip(texts, features, strict=True):
+            hidden = list(head.teacher_forced(read, text, parts))[:3]
+            losses = [
+                cross_entropy(head.draft_logits(step, each, parts)[0, : -2 - step], text[0, 2 + step :])
+                for step, each in enumerate(hidden)
+            ]
+            sum(losses).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    native.write_checkpoint(type(checkpoint).of_head(head, target=checkpoint.target), directory / "head")
+    return directory / "head"
+
+
+@pytest.mark.parametrize("tree", ["chain", "dynamic"])
+@pytest.mark.parametrize("runner", ["generic", "lean-native"])
+def test_text_is_plain_decodings(trained: Path, runner: str, tree: str) -> None:
+    config = {"method": "mtp", "model": str(trained), "num_speculative_tokens": 3, "tree": tree}
+    llm = LLM(tiny_model("qwen3_5"), max_num_seqs=3, runner=runner, speculative_config=config)
+    outputs = llm.generate(PROMPTS, GREEDY)
+    assert_same_text(outputs, plain(runner), [tree] * len(PROMPTS), tolerance=1e-4)
+    assert all(each.metrics.draft_errors == 0 for each in outputs)
+    passes = sum(each.metrics.steps for each in outputs)
+    assert sum(each.metrics.num_accepted for each in outputs) > passes  # two tokens a pass and more
+
+
+def test_another_target_is_refused(trained: Path) -> None:
+    with pytest.raises(ConfigError, match="was trained for"):
+        LLM(tiny_model("llama"), speculative_config={"method": "mtp", "model": str(trained)})
