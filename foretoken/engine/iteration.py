@@ -133,8 +133,8 @@ class Prefill:
                 continue
             start, unread = sequence.num_cached, len(sequence.tokens) - sequence.num_cached
             unread -= sequence.wants_prompt_scores  # the root of a scored prompt has a pass of its own
-            cut = min((end for end in sequence.cuts if end > start), default=start + unread)
-            count = min(unread, left, cut - start)
+            ends = [end for end in sequence.cuts if start < end <= start + unread - observed]
+            count = min(unread, left, min(ends, default=start + unread) - start)
             if 0 < unread - count < observed:
                 count = unread - observed
             if count <= 0:  # the rest fits into the next pass as a whole

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import cache
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -66,6 +67,25 @@ def test_prompts_share_a_pass_in_order_of_arrival(monkeypatch: pytest.MonkeyPatc
     passes = watched(engine, monkeypatch)
     engine.generate(PROMPTS[:3], PARAMS)
     assert passes[:2] == [(0, [3, 30, 7]), (2, [13])]
+
+
+@pytest.mark.parametrize("observed", [0, 1, 5])
+@pytest.mark.parametrize("limit", [7, 64])
+def test_chunks_end_at_cuts(observed: int, limit: int) -> None:
+    """But for those inside the tokens that drafters read, which the last chunk has all of; every prompt ends."""
+    prefill = Prefill(llm({}).target, llm({})._engine._drafting, limit)
+    prefill._drafting = SimpleNamespace(reads=SimpleNamespace(attention_tokens=observed))  # type: ignore[assignment]
+    for cuts in ({10}, {3, 4, 20}, set(range(1, 31)), {30}, {29}, {26}):
+        sequence: Any = SimpleNamespace(
+            tokens=list(range(30)), num_cached=0, slot=0, wants_prompt_scores=False, cuts=cuts
+        )
+        ends = list[int]()
+        while sequence.num_cached < 29:  # the last token alone is decoded
+            (chunk,) = prefill.next_chunks([sequence], 0)
+            sequence.num_cached += len(chunk.tokens)
+            ends.append(sequence.num_cached)
+        assert {end for end in cuts if end <= min(30 - observed, 29)} <= set(ends)
+        assert not any(30 - observed < end < 30 for end in ends)
 
 
 def test_one_pass_reads_all_short_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
