@@ -152,6 +152,15 @@ _MULTIPLIERS = {
     "attention_in_multiplier": 0.8, "attention_out_multiplier": 1.2, "key_multiplier": 0.6, "ssm_in_multiplier": 0.9,
     "ssm_out_multiplier": 1.1, "ssm_multipliers": [1.5, 0.5, 0.7, 0.9, 1.3],
 }  # fmt: skip
+_NEMOTRON = {
+    "num_hidden_layers": 4,
+    "head_dim": 8,
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 8,
+    "n_groups": 2,
+    "ssm_state_size": 8,
+    "chunk_size": 8,
+}
 _MIXERS_ONLY = {"state_size": 8, "expand": 2, "use_bias": True}
 
 _RECURRENT: dict[str, tuple[type, dict[str, Any]]] = {
@@ -187,17 +196,17 @@ _RECURRENT: dict[str, tuple[type, dict[str, Any]]] = {
         {**_MAMBA2, **_MULTIPLIERS, "attention_bias": True, "mlp_bias": True, "mamba_proj_bias": True}
         | {"mamba_d_ssm": 64, "mamba_rms_norm": False, "projectors_bias": True},
     ),
-    "nemotron_h": (
+    "nemotron_h": (hf.NemotronHConfig, {**_NEMOTRON, "layers_block_type": ["mamba", "attention", "mlp", "mamba"]}),
+    "nemotron_h_moe": (
         hf.NemotronHConfig,
         {
-            "layers_block_type": ["mamba", "attention", "mlp", "mamba"],
-            "num_hidden_layers": 4,
-            "head_dim": 8,
-            "mamba_num_heads": 8,
-            "mamba_head_dim": 8,
-            "n_groups": 2,
-            "ssm_state_size": 8,
-            "chunk_size": 8,
+            **_NEMOTRON,
+            "layers_block_type": ["mamba", "attention", "moe", "mamba"],
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 24,
+            "moe_shared_expert_intermediate_size": 40,
+            "routed_scaling_factor": 2.5,
         },
     ),
     "zamba2": (
@@ -282,6 +291,6 @@ def random_model(config: Any, *, seed: int = 0, dtype: torch.dtype = torch.float
                 if parameter.dim() == 1:
                     parameter.add_(torch.randn_like(parameter), alpha=0.2)
             for name, buffer in module.named_buffers():
-                if name.endswith("expert_bias"):
+                if name.endswith(("expert_bias", "score_correction_bias")):
                     buffer.add_(torch.randn_like(buffer), alpha=0.2)
     return module.to(dtype).eval()

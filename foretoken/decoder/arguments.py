@@ -40,7 +40,7 @@ class ExpertsArguments(Structure):
 
     _fields_ = (
         *((name, MatrixStruct) for name in ("router", "gate_up", "down", "shared_gate")),
-        *((name, c_int64) for name in ("count", "top_k", "intermediate", "is_normalised", "is_sigmoid")),
+        *((name, c_int64) for name in ("count", "top_k", "intermediate", "is_normalised", "is_sigmoid", "is_gated")),
         ("score_bias", c_void_p),
         *((name, c_float) for name in ("epsilon", "factor")),
     )

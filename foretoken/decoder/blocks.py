@@ -184,15 +184,17 @@ class FeedForward(Part):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Experts(Part):
-    """Gated feed-forward layers; each token takes the `top_k` with the greatest scores, and the shared one.
+    """Feed-forward layers; each token takes the `top_k` with the greatest scores, and the shared one.
 
     The scores of a token are softmax(router(x)), or sigmoid(router(x)). They are the weights of its experts.
 
     Attributes:
         router: (X, E).
         gate_up: (X, 2 I, E), gate first; in 4 or 8 bits, the 2 X matrices (I, E) one below another, see `stacked`.
+            Layers without a gate: (X, I, E), and X matrices.
         down: (X, E, I); in 4 or 8 bits as `gate_up`.
         is_normalized: Whether the weights of a token's experts are divided by their sum, plus `epsilon`.
+        is_gated: Whether the layers have gates.
         is_sigmoid: Whether scores are sigmoids.
         score_bias: (X,), added to scores where experts are chosen, not to weights; or None.
         factor: Of the weights in the end.
@@ -206,6 +208,7 @@ class Experts(Part):
     top_k: int
     is_normalized: bool
     epsilon: float = 0.0
+    is_gated: bool = True
     is_sigmoid: bool = False
     score_bias: Tensor | None = None
     factor: float = 1.0
@@ -225,6 +228,16 @@ class Experts(Part):
     def intermediate(self) -> int:
         """I."""
         return int(self.down.shape[-1])
+
+    def chosen(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns the weights and numbers of each token's experts, (M, top_k) each; logits: (M, X), of the router."""
+        scores = logits.sigmoid() if self.is_sigmoid else logits.softmax(-1)
+        biased = scores if self.score_bias is None else scores + self.score_bias
+        chosen = biased.topk(self.top_k, dim=-1).indices
+        weights = scores.gather(-1, chosen)
+        if self.is_normalized:
+            weights = weights / (weights.sum(-1, keepdim=True) + self.epsilon)
+        return weights * self.factor, chosen
 
     def dense(self) -> tuple[Tensor, Tensor]:
         """Returns `gate_up` and `down`; raises `UnsuitableError` for experts in 4 or 8 bits."""

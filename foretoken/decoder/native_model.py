@@ -277,13 +277,16 @@ class NativeModel(Described):
             raise UnsuitableError(f"a router has no kernels for weights in {router.weight.bits} bits.")
         fields = ExpertsArguments(
             router=self._matrix("the router", router, count, self._hidden, can_quantize=False),
-            gate_up=self._experts_matrix("gate_up_proj", experts.gate_up, (count, 2, inner, self._hidden)),
+            gate_up=self._experts_matrix(
+                "gate_up_proj", experts.gate_up, (count, 2 if experts.is_gated else 1, inner, self._hidden)
+            ),
             down=self._experts_matrix("down_proj", experts.down, (count, 1, self._hidden, inner)),
             count=count,
             top_k=experts.top_k,
             intermediate=inner,
             is_normalised=experts.is_normalized,
             is_sigmoid=experts.is_sigmoid,
+            is_gated=experts.is_gated,
             epsilon=experts.epsilon,
             factor=experts.factor,
         )

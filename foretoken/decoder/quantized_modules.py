@@ -171,16 +171,21 @@ def quantized_parts(weight: Tensor, parts: int, quantization: Quantization, *, d
     return stacked([quantized(each, quantization, dtype=dtype) for expert in weight for each in expert.chunk(parts)])
 
 
-def is_plain_experts(part: nn.Module) -> bool:
+def is_plain_experts(part: nn.Module, *, is_gated: bool = True) -> bool:
     """Decides whether a module of transformers computes down(act_fn(gate(x)) * up(x)) for each expert.
 
-    Its weights are then gate_up_proj (X, 2 I, E), gate first, and down_proj (X, E, I), without biases.
+    Its weights are then gate_up_proj (X, 2 I, E), gate first, and down_proj (X, E, I), without biases. Without gates
+    it computes down(act_fn(up(x))), from up_proj (X, I, E).
     """
     names = {name for name, _ in part.named_parameters(recurse=False)}
     gate: Any = getattr(type(part), "_apply_gate", None)
-    if names != {"gate_up_proj", "down_proj"} or gate is None or gate.__module__ != _EXPERTS_MODULE:
+    if (
+        names != {"gate_up_proj" if is_gated else "up_proj", "down_proj"}
+        or gate is None
+        or gate.__module__ != _EXPERTS_MODULE
+    ):
         return False
-    usual = {"is_concatenated": True, "is_transposed": False, "has_gate": True, "has_post_expert_norm": False}
+    usual = {"is_concatenated": True, "is_transposed": False, "has_gate": is_gated, "has_post_expert_norm": False}
     return all(getattr(part, name, value) is value for name, value in usual.items())
 
 
@@ -190,22 +195,34 @@ class QuantizedExperts(QuantizedModule):
     The native kernels read `gate_up` and `down` in place, see `blocks.Experts`.
     """
 
-    def __init__(self, gate_up: QuantizedMatrix, down: QuantizedMatrix, act_fn: Callable[[Tensor], Tensor]) -> None:
+    def __init__(
+        self,
+        gate_up: QuantizedMatrix,
+        down: QuantizedMatrix,
+        act_fn: Callable[[Tensor], Tensor],
+        *,
+        is_gated: bool = True,
+    ) -> None:
         """Takes the matrices in place.
 
         Args:
-            gate_up: The matrices of X experts `stacked`: gate and up of the first, of the second, and so on.
+            gate_up: The matrices of X experts `stacked`: gate and up of the first, of the second, and so on; or of
+                each the latter alone.
             down: (E, I) of the first expert, of the second, and so on, `stacked`.
-            act_fn: The activation of gates.
+            act_fn: The activation of gates, or of `up` without gates.
+            is_gated: Whether there are gates.
         """
         super().__init__(gate_up, down)
-        self.gate_up, self.down, self.act_fn = gate_up, down, act_fn
+        self.gate_up, self.down, self.act_fn, self.is_gated = gate_up, down, act_fn, is_gated
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Turns (M, E) into (M, E); top_k_index, top_k_weights: (M, experts of a token)."""
         inner, hidden = self.down.num_inputs, hidden_states.shape[1]
 
         def output_of(expert: int, x: Tensor) -> Tensor:
+            if not self.is_gated:
+                up = self.act_fn(_part(self.gate_up, expert, inner).product(x))
+                return _part(self.down, expert, hidden).product(up)
             gate, up = (_part(self.gate_up, 2 * expert + i, inner).product(x) for i in range(2))
             return _part(self.down, expert, hidden).product(self.act_fn(gate) * up)
 

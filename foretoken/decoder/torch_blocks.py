@@ -447,11 +447,11 @@ class TorchExperts:
         experts = self._experts
         scores = functional.linear(x, experts.router.dense(), experts.router.bias)
         wide = torch.promote_types(x.dtype, torch.float32)
-        weights, chosen = _chosen(experts, scores.to(wide))
+        weights, chosen = experts.chosen(scores.to(wide))
 
         def output_of(expert: int, inputs: Tensor) -> Tensor:
             up = functional.linear(inputs, self._gate_up[expert])
-            out = functional.linear(ops.activate(up, self._activation, is_gated=True), self._down[expert])
+            out = functional.linear(ops.activate(up, self._activation, is_gated=experts.is_gated), self._down[expert])
             return out.to(wide)
 
         out = mixed(x, chosen, weights, output_of, wide)
@@ -462,17 +462,6 @@ class TorchExperts:
         if gate is None:
             return out.to(dtype)
         return out.to(dtype) * functional.linear(x, gate.dense(), gate.bias).to(dtype).sigmoid()
-
-
-def _chosen(experts: Experts, logits: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns the weights and numbers of each token's experts, (M, top_k) each; logits: (M, X)."""
-    scores = logits.sigmoid() if experts.is_sigmoid else logits.softmax(-1)
-    biased = scores if experts.score_bias is None else scores + experts.score_bias
-    chosen = biased.topk(experts.top_k, dim=-1).indices
-    weights = scores.gather(-1, chosen)
-    if experts.is_normalized:
-        weights = weights / (weights.sum(-1, keepdim=True) + experts.epsilon)
-    return weights * experts.factor, chosen
 
 
 class StockDecoder:

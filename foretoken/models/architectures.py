@@ -33,7 +33,7 @@ class LeanArchitecture:
         mixer: The recurrent part of a layer, in place of `self_attn` or beside it; None if no layer has one.
         mixer_norms: As `norms`, of recurrent layers; None for the same.
         gates_heads: Whether queries have gates of the heads' outputs, see `Block`.
-        has_sigmoids: Whether the scores of experts are sigmoids, with a bias and a factor, see `Experts`.
+        sigmoid_epsilon: Where the scores of experts are sigmoids, what is added to the sum of weights; otherwise None.
         is_one_part: Whether a layer has one part and one norm, the `mixer` and `norms["attention_norm"]`: attention, a
             recurrent part or a feed-forward layer.
     """
@@ -47,7 +47,7 @@ class LeanArchitecture:
     mixer: str | None = None
     mixer_norms: Mapping[str, str] | None = None
     gates_heads: bool = False
-    has_sigmoids: bool = False
+    sigmoid_epsilon: float | None = None
     is_one_part: bool = False
 
 
@@ -175,7 +175,7 @@ _ONE_PART = LeanArchitecture(
     norms={"attention_norm": "norm"}, mixer="mixer", names={"embed_tokens": "embeddings", "norm": "norm_f"},
     is_one_part=True,
 )  # fmt: skip
-_NEMOTRON = replace(_ONE_PART, activation="mlp_hidden_act")
+_NEMOTRON = replace(_ONE_PART, activation="mlp_hidden_act", sigmoid_epsilon=1e-20)
 _CONVOLUTIONS = LeanArchitecture(
     norms={"attention_norm": "operator_norm", "mlp_norm": "ffn_norm"},
     mixer="conv",
@@ -266,7 +266,7 @@ ARCHITECTURES = {
         epsilon=("attention.layer_norm_epsilon", "layer_norm_epsilon"), keys=_SSM_KEYS, has_own_head_dim=True)),
     "mamba2": Architecture("Mamba2ForCausalLM", replace(_ONE_PART, names={**_ONE_PART.names, "model": "backbone"})),
     "lfm2_moe": Architecture("Lfm2MoeForCausalLM", replace(
-        _CONVOLUTIONS, has_sigmoids=True, names={**_CONVOLUTIONS.names, "rotary_emb": "pos_emb"}), GgufArchitecture(
+        _CONVOLUTIONS, sigmoid_epsilon=1e-6, names={**_CONVOLUTIONS.names, "rotary_emb": "pos_emb"}), GgufArchitecture(
         "lfm2moe", _LFM2 | _LFM2_EXPERTS | {"ffn_gate_inp": "feed_forward.gate"},
         own_weights={"exp_probs_b.bias": "feed_forward.expert_bias"}, outer=_LFM2_NORM, epsilon=_LFM2_EPSILON,
         keys=(*_LFM2_KEYS, "leading_dense_block_count", "expert_gating_func"))),

@@ -122,8 +122,8 @@ def _known_architecture(module: Any, config: Any) -> LeanArchitecture:
 
 
 def _is_plain(part: nn.Module) -> bool:
-    is_own = type(part).__name__.endswith(("Experts", "TopKRouter")) and _is_of_transformers(part)
-    return type(part) in (nn.Linear, QuantizedLinear, QuantizedExperts) or is_own
+    is_own = type(part).__name__.endswith(("Experts", "Router")) and _is_of_transformers(part)
+    return type(part) in (nn.Linear, QuantizedLinear, QuantizedExperts, nn.Identity) or is_own
 
 
 def _is_of_transformers(part: nn.Module) -> bool:
@@ -173,7 +173,10 @@ class _Layer(NamedTuple):
         elif hasattr(mixer, "q_proj"):
             attention, mixer = mixer, None
         elif not hasattr(mixer, "A_log"):
-            mixer, mlp, norms = None, _feed_forward(mixer, architecture), {"mlp_norm": norms["attention_norm"]}
+            mlp = _mixture(mixer, getattr(mixer, "shared_experts", None), architecture)
+            mixer, norms = None, {"mlp_norm": norms["attention_norm"]}
+            if type(getattr(module.mixer, "fc1_latent_proj", None)) not in (type(None), nn.Identity):
+                raise UnsuitableError("experts of fewer inputs than the hidden size are not among what it knows.")
         made = {field: _norm(getattr(module, name), architecture.norm_offset) for field, name in norms.items()}
         own = None if mixer is None else _mixer(module, mixer)
         return cls(module, attention, own, mlp, made, _ACTIVATIONS[_activation(config, architecture)])
@@ -335,29 +338,43 @@ def _rotary(attention: Any, config: Any, index: int, tables: Callable[..., Rotar
 
 def _mlp(layer: Any, architecture: LeanArchitecture) -> FeedForward | Experts:
     module = _part(layer, "mlp", architecture)
-    mixture, shared = module, getattr(module, "shared_expert", None)
-    if "experts" in architecture.names:  # beside the shared one
-        mixture, shared = getattr(layer, architecture.names["experts"]), module
-    if not hasattr(mixture, "experts"):
+    if "experts" not in architecture.names:
+        return _mixture(module, getattr(module, "shared_expert", None), architecture)
+    mixture = getattr(layer, architecture.names["experts"])  # beside the shared one
+    return _feed_forward(module, architecture) if mixture is None else _mixture(mixture, module, architecture)
+
+
+def _mixture(module: Any, shared: Any, architecture: LeanArchitecture) -> FeedForward | Experts:
+    if not hasattr(module, "experts"):
         return _feed_forward(module, architecture)
-    experts, router = mixture.experts, mixture.router if hasattr(mixture, "router") else mixture.gate
-    is_quantized = isinstance(experts, QuantizedExperts)
-    gate = getattr(mixture, "shared_expert_gate", None)
+    experts, router = module.experts, module.router if hasattr(module, "router") else module.gate
+    is_quantized, gate = isinstance(experts, QuantizedExperts), getattr(module, "shared_expert_gate", None)
+    is_gated = experts.is_gated if is_quantized else hasattr(experts, "gate_up_proj")
     return Experts(
         router=Matrix(weight=router.weight),
-        gate_up=experts.gate_up if is_quantized else experts.gate_up_proj,
+        gate_up=experts.gate_up if is_quantized else experts.gate_up_proj if is_gated else experts.up_proj,
         down=experts.down if is_quantized else experts.down_proj,
         top_k=router.top_k,
         is_normalized=getattr(router, "norm_topk_prob", True),  # Mixtral always does
-        **_sigmoids(mixture, router) if architecture.has_sigmoids else {},
+        is_gated=is_gated,
+        **_sigmoids(module, router, architecture),
         shared=None if shared is None else _feed_forward(shared, architecture),
         shared_gate=None if gate is None else Matrix.of(gate),
     )
 
 
-def _sigmoids(mixture: Any, router: Any) -> dict[str, Any]:
-    bias = mixture.expert_bias.detach().float() if mixture.use_expert_bias else None
-    return {"is_sigmoid": True, "score_bias": bias, "factor": router.routed_scaling_factor, "epsilon": 1e-6}
+def _sigmoids(module: Any, router: Any, architecture: LeanArchitecture) -> dict[str, Any]:
+    if architecture.sigmoid_epsilon is None:
+        return {}
+    if getattr(router, "num_group", 1) != getattr(router, "topk_group", 1):
+        raise UnsuitableError("experts that are chosen by groups are not among what it knows.")
+    bias = getattr(module, "expert_bias", getattr(router, "e_score_correction_bias", None))  # LFM2, Nemotron-H
+    return {
+        "is_sigmoid": True,
+        "score_bias": None if bias is None else bias.detach().float(),
+        "factor": router.routed_scaling_factor,
+        "epsilon": architecture.sigmoid_epsilon,
+    }
 
 
 def _feed_forward(module: Any, architecture: LeanArchitecture) -> FeedForward:

@@ -73,8 +73,12 @@ class Slow:
         total = (sum(probs[e] for e in chosen) + mlp.epsilon if mlp.is_normalized else 1.0) / mlp.factor
         parts = []
         for e in chosen:
-            gate, up = (mlp.gate_up[e] @ x).chunk(2)
-            parts.append(mlp.down[e] @ (self.activated(each, gate) * up) * probs[e] / total)
+            if mlp.is_gated:
+                gate, up = (mlp.gate_up[e] @ x).chunk(2)
+                inner = self.activated(each, gate) * up
+            else:
+                inner = self.activated(each, mlp.gate_up[e] @ x)
+            parts.append(mlp.down[e] @ inner * probs[e] / total)
         if mlp.shared is not None:
             gate = torch.ones(1) if mlp.shared_gate is None else self.linear(mlp.shared_gate, x).sigmoid()
             parts.append(self.feed_forward(each, x, mlp.shared) * gate)

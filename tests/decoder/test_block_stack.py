@@ -131,6 +131,10 @@ OPTIONS: dict[str, Callable[[], Block]] = {
     "experts by sigmoids": lambda: block(
         mlp=experts(5, 2, is_normalized=True, is_sigmoid=True, score_bias=numbers(5, seed=53), factor=1.5, epsilon=0.1)
     ),
+    "experts without gates": lambda: block(
+        mlp=replace(experts(5, 2, is_normalized=True), gate_up=numbers(5, INNER, E, seed=51), is_gated=False),
+        spec={"activation": "relu2"},
+    ),
     "a shared expert": lambda: block(mlp=experts(5, 2, is_normalized=True, shared=PLAIN_MLP)),
     "a shared expert with a gate": lambda: block(
         mlp=experts(5, 2, is_normalized=True, shared=GATED_MLP, shared_gate=matrix(1, E, 73, has_bias=True))

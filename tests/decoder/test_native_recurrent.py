@@ -35,6 +35,7 @@ ARCHITECTURES = (
     "falcon_h1",
     "falcon_h1_biases",
     "nemotron_h",
+    "nemotron_h_moe",
     "mamba2",
 )
 

@@ -42,6 +42,7 @@ NATIVE = (
     "falcon_h1",
     "falcon_h1_biases",
     "nemotron_h",
+    "nemotron_h_moe",
     "mamba2",
 )
 ROUTES = [*((name, "generic") for name in RECURRENT_ARCHITECTURES), *((name, "lean-native") for name in NATIVE)]
@@ -64,7 +65,7 @@ class TokenByToken(PlainModel):
 
 def reference(architecture: str) -> PlainModel:
     module = tiny_model(architecture)
-    if architecture not in {"nemotron_h", "zamba2"}:
+    if architecture not in {"nemotron_h", "nemotron_h_moe", "zamba2"}:
         return PlainModel(module)
     for mixer in module.modules():
         if hasattr(mixer, "time_step_limit"):

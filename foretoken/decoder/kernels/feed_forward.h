@@ -1,5 +1,5 @@
 // Feed-forward layers: the input of the down projection, f(gate) * up or f(up), and mixtures of experts. A router gives
-// each token some experts, gated layers. Their outputs are added with its weights, behind those of the shared expert.
+// each token some experts, feed-forward layers. Their outputs are added with its weights, behind those of the shared expert.
 //
 // The tokens of an expert are multiplied together, so that its weights are read once a pass. A token's result comes
 // from its own row alone, and the outputs of its experts are added in the order of the experts. The result does not
@@ -96,7 +96,8 @@ class ExpertLayer {
     round(experts_.gate_up, space_.pair_inputs);
     const int64_t width = experts_.intermediate;
     for_each_expert([&](int64_t e, int64_t first, int64_t count) {
-      const Matrix gate = part_of(experts_.gate_up, 2 * e, width), up = part_of(experts_.gate_up, 2 * e + 1, width);
+      const Matrix gate = experts_.is_gated ? part_of(experts_.gate_up, 2 * e, width) : Matrix{};
+      const Matrix up = part_of(experts_.gate_up, experts_.is_gated ? 2 * e + 1 : e, width);
       multiply_activated(layer_.activation, gate, up, inputs_of(space_.pair_inputs, e, hidden_, count), count,
                          inputs_of(space_.pair_inner, e, width, count), space_.pair_gate + first * width, space_.pair_up + first * width);
     });

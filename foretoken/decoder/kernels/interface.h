@@ -43,17 +43,18 @@ struct Norm {
 enum NormKind : int32_t { kRmsNorm = 0, kLayerNorm = 1 };
 enum Activation : int64_t { kSilu = 0, kGeluTanh = 1, kGelu = 2, kReluSquared = 3 };
 
-// Gated layers; each token takes `top_k` of them, and the matrices of its `Layer` if these are there. A dense layer has a
+// Feed-forward layers; each token takes `top_k` of them, and the matrices of its `Layer` if these are there. A dense layer has a
 // count of 0.
 struct Experts {
   Matrix router;  // (count, hidden)
-  // The matrices of all experts one below another: gate and up of an expert, (intermediate, hidden) each; (hidden,
+  // The matrices of all experts one below another: gate (if there are gates) and up of an expert, (intermediate, hidden) each; (hidden,
   // intermediate). In integers, each of them begins with a panel.
   Matrix gate_up, down;
   Matrix shared_gate;  // (1, hidden), of the outputs of the layer's own matrices; a null weight means no gate
   int64_t count, top_k, intermediate;
   int64_t is_normalised;        // whether the weights of a token's experts are divided by their sum, plus `epsilon`
   int64_t is_sigmoid;           // whether scores are sigmoids of the router's logits, otherwise their softmax
+  int64_t is_gated;             // whether they have gates
   const float* score_bias;      // (count,), added to scores where experts are chosen, not to weights; or null
   float epsilon, factor;        // factor: of the weights in the end
 };

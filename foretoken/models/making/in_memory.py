@@ -66,7 +66,7 @@ def quantize_model(model: LoadedModel, quantization: Quantization) -> LoadedMode
         for parameter in module.parameters():
             if parameter.dim() < 2:
                 parameter.data = parameter.data.clone()
-    for name in [name for name, part in module.named_modules() if type(part) is nn.Linear or is_plain_experts(part)]:
+    for name in [name for name, part in module.named_modules() if type(part) is nn.Linear or _are_experts(part)]:
         module.set_submodule(name, _quantized_part(module.get_submodule(name), quantization, model, name))
     shares_head = is_tied and not is_int4(quantization)
     _quantize_embedding(model, embedding, module.get_output_embeddings().matrix if shares_head else None)
@@ -80,7 +80,7 @@ def _check_layers(model: LoadedModel, quantization: Quantization) -> None:
     reason = foreign_call(module)
     for name, part in module.named_modules():
         is_known = type(part) is nn.Linear or isinstance(part, nn.Embedding) or type(part).__name__.endswith("Router")
-        is_known = is_known or is_plain_experts(part) or type(part) is nn.Conv1d  # a convolution stays as it is
+        is_known = is_known or _are_experts(part) or type(part) is nn.Conv1d  # a convolution stays as it is
         if type(part).__module__.startswith("peft"):
             reason = f"'{name}' is an adapter"
         elif not is_known and any(each.dim() > 1 for each in part.parameters(recurse=False)):
@@ -118,10 +118,15 @@ def _quantized_part(
         if is_plain_embedding(part):
             table = quantized(part.weight, quantization, dtype=model.dtype)
             return QuantizedEmbedding(table, getattr(part, "embed_scale", None))
+        is_gated = is_plain_experts(part)
         gate_up, down = (
             quantized_parts(weight.detach(), parts, quantization, dtype=model.dtype)
-            for weight, parts in ((part.gate_up_proj, 2), (part.down_proj, 1))
+            for weight, parts in ((part.gate_up_proj, 2) if is_gated else (part.up_proj, 1), (part.down_proj, 1))
         )
     except UnsuitableError as err:
         raise ModelError(f"'{name}' of '{model.name}' cannot be quantized: {err}") from err
-    return QuantizedExperts(gate_up, down, part.act_fn)
+    return QuantizedExperts(gate_up, down, part.act_fn, is_gated=is_gated)
+
+
+def _are_experts(part: nn.Module) -> bool:
+    return is_plain_experts(part) or is_plain_experts(part, is_gated=False)
