@@ -51,7 +51,7 @@ NO_TOKEN = "no token is possible: the target's logits, or what the request's par
 _log = logging.getLogger(__name__)
 
 
-class Part(NamedTuple):
+class IterationPart(NamedTuple):
     """The sequences of one pass.
 
     Attributes:
@@ -165,7 +165,7 @@ class Engine:
                 self._memory.note_failure()
         self._scheduler.remove_finished()
 
-    def _next_parts(self) -> list[Part]:
+    def _next_parts(self) -> list[IterationPart]:
         """Returns the work of an iteration, at most one part; a prompt to be scored first has a pass of its own."""
         decoding, joining = self._prefill.divided(self._scheduler.running)
         if any(sequence.wants_prompt_scores for sequence in joining):
@@ -175,9 +175,9 @@ class Engine:
             joining = [s for s in joining if not s.wants_prompt_scores]
         if not (decoding or joining):
             return []
-        return [Part(decoding, self._scheduler.fewest_first(joining) if joining else [])]
+        return [IterationPart(decoding, self._scheduler.fewest_first(joining) if joining else [])]
 
-    def _smaller(self, error: Exception, part: Part, draft: Draft | None) -> list[Part]:
+    def _smaller(self, error: Exception, part: IterationPart, draft: Draft | None) -> list[IterationPart]:
         """Returns the parts in which a failed part runs again; none if a single sequence failed and was ended.
 
         Without memory trees become narrower; anything else, and what fails with roots alone, runs one by one.
@@ -191,8 +191,8 @@ class Engine:
             fail([*decoding, *joining][0], error)
             return []
         groups = [decoding] if fewer else [[sequence] for sequence in decoding]
-        return [*(Part(group, [], fewer or most_nodes) for group in groups),
-                *(Part([], [each]) for each in joining)]  # fmt: skip
+        return [*(IterationPart(group, [], fewer or most_nodes) for group in groups),
+                *(IterationPart([], [each]) for each in joining)]  # fmt: skip
 
     def follow_weights(self) -> bool:
         """Drops all KV rows if weights were written to; running sequences are then read again.
@@ -207,7 +207,7 @@ class Engine:
             return False
         return True
 
-    def _propose(self, part: Part) -> Draft:
+    def _propose(self, part: IterationPart) -> Draft:
         sequences, joining, most_nodes = part
         if not sequences:
             return Draft(TokenTree.roots([], device=self.target.device), num_proposed=[], is_committed=False)
@@ -220,7 +220,7 @@ class Engine:
             draft = self._drafting.constrained(draft, [self._grammar_bounds(s, most) for s in sequences])
         return draft
 
-    def _verify(self, part: Part, draft: Draft, clock: StageClock) -> tuple[Verification, PassOutput]:
+    def _verify(self, part: IterationPart, draft: Draft, clock: StageClock) -> tuple[Verification, PassOutput]:
         """Runs the target on the drafts and on chunks of prompts; on an accelerator it may still be at work then."""
         clock.mark()
         every = self._drafting.reads.attention_every if _is_read(draft) else 0
