@@ -44,6 +44,9 @@ class ShortConvolution(Part):
     output: Matrix
     output_factor: float = 1.0
 
+    def __post_init__(self) -> None:
+        require(sorted(self.order) == [0, 1, 2], f"the order of the projection's rows is {self.order}")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LinearAttention(Part):
@@ -97,3 +100,4 @@ class LinearAttention(Part):
         count = sum(int(each.weight.shape[0]) for each in self.projections)
         is_order = self.places is None or torch.equal(self.places.sort().values, torch.arange(count))
         require(is_order, "the places of the projections are no permutation")
+        require(self.places is None or self.factors is None, "columns have places or factors, not both")

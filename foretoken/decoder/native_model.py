@@ -223,6 +223,7 @@ class NativeModel(Described):
             self._matrix("a projection", each, int(each.weight.shape[0]), self._hidden) for each in mixer.projections
         ]
         width, places = sum(each.rows for each in inputs), None
+        _check_columns(mixer, width)
         if mixer.places is not None:
             places = self._address_of("the places of projections", mixer.places, (width,), torch.int32)
         vectors = {"decay": mixer.decay, "step_bias": mixer.step_bias, "skip": mixer.skip}
@@ -416,6 +417,18 @@ class NativeModel(Described):
             )
         if not has_memory(tensor):
             raise UnsuitableError(lost_memory(tensor))
+
+
+def _check_columns(mixer: LinearAttention, width: int) -> None:
+    """Raises `UnsuitableError` if a recurrent layer reads beyond the `width` columns of a token, or its channels."""
+    channels, keys = int(mixer.convolution.weight.shape[0]), mixer.num_key_heads * mixer.key_dim
+    values, gates = mixer.num_heads * mixer.value_dim, mixer.num_heads * (2 if mixer.beta_scale else 1)
+    read = [(start, size, channels) for start, size in zip(mixer.channels, (keys, keys, values), strict=True)]
+    read += [(mixer.columns[0], channels + gates, width), (mixer.columns[1], values, width)]
+    wrong = [each for each in read if each[0] < 0 or each[0] + each[1] > each[2]]
+    if wrong:
+        start, size, end = wrong[0]
+        raise UnsuitableError(f"a recurrent layer reads {size} numbers from {start} on. Expected them within {end}.")
 
 
 def _share_inputs(index: int, *matrices: MatrixStruct) -> None:

@@ -71,7 +71,10 @@ class StateMemory:
     def take(self, size: int) -> Tensor:
         """Returns at least `size` floats, at most twice as many; raises `PassError` without memory for them."""
         for _ in range(len(self._idle)):
-            memory = self._idle.popleft()
+            try:
+                memory = self._idle.popleft()
+            except IndexError:  # another thread took it
+                break
             if size <= memory.numel() <= 2 * size:
                 return memory
             self._idle.append(memory)

@@ -207,6 +207,7 @@ inline bool has_rows(const Model& model, const Pass& pass, int64_t s, int64_t ro
 inline Status check_states(const Model& model, const Pass& pass) {
   if (model.window == 0) return Status::kDone;
   if (pass.states_from == nullptr || pass.states_to == nullptr || pass.rows_to == nullptr || pass.known_starts == nullptr || pass.settled == nullptr) return Status::kMissing;
+  if (pass.known_starts[0] != 0) return Status::kSequences;
   for (int64_t s = 0; s < pass.num_sequences; ++s) {
     const int64_t first = pass.known_starts[s], known = pass.known_starts[s + 1] - first, tokens = pass.starts[s + 1] - pass.starts[s];
     const int64_t earlier = pass.node_starts[s + 1] - pass.node_starts[s] - tokens, settled = pass.settled[s];
@@ -227,6 +228,7 @@ Status check(const Model& model, const Pass& pass) {
   if ((pass.tokens == nullptr && pass.inputs == nullptr) || pass.positions == nullptr || pass.parents == nullptr ||
       pass.slots == nullptr || pass.prefix == nullptr || pass.starts == nullptr || pass.node_starts == nullptr ||
       (has_side(model) && pass.sides == nullptr) || pass.workspace == nullptr ||
+      (pass.is_append && model.layers[model.num_layers - 1].key.weight == nullptr) ||
       (pass.num_taps > 0 && pass.features == nullptr) ||
       (pass.logits != nullptr && pass.logit_rows == nullptr) ||
       (pass.attention != nullptr && pass.num_attention > 0 && pass.attention_rows == nullptr) ||
