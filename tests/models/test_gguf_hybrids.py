@@ -33,6 +33,7 @@ _FALCON = _MAMBA | {
     "ssm_out_multiplier": 0.8, "ssm_multipliers": [0.9, 1.1, 0.8, 1.2, 0.7], "mlp_multipliers": [0.9, 1.1],
     "mamba_norm_before_gate": False,
 }  # fmt: skip
+_LENGTHS = ("attention.key_length", "attention.value_length", "rope.dimension_count")
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "lfm2": ("lfm2", {"block_auto_adjust_ff_dim": False}),
     "lfm2 tied": ("lfm2", {"block_auto_adjust_ff_dim": False, "tie_word_embeddings": True, "conv_L_cache": 4}),
@@ -205,6 +206,13 @@ def test_what_a_file_leaves_out_is_as_llama_cpp_takes_it(path: Path) -> None:
         ("qwen35", {"rope.dimension_sections": None}, "lacks qwen35.rope.dimension_sections."),
         ("qwen35", {"rope.dimension_sections": [3, 1, 0, 0]}, "Expected sections of three axes for all pairs"),
         ("qwen35", {"rope.dimension_sections": [0, 0, 0, 4]}, "Expected sections of three axes for all pairs"),
+        ("qwen35", {_LENGTHS[2]: 1 << 28}, "rotates 268435456 of 16 numbers of a head. Expected an even number"),
+        ("qwen35", {_LENGTHS[2]: 18}, "rotates 18 of 16 numbers of a head. Expected an even number"),
+        ("qwen35", {_LENGTHS[2]: 7}, "rotates 7 of 16 numbers of a head. Expected an even number"),
+        (
+            "qwen35", {"rope.dimension_sections": [1 << 28] * 3, **dict.fromkeys(_LENGTHS, 1 << 28)},
+            "blk.1.attn_k.weight is [32, 64] instead of [536870912, 64]",
+        ),
         ("qwen35", {"attention.recurrent_layers": [True, False]}, "recurrent_layers. Expected 3 booleans"),
         ("qwen35", {"attention.recurrent_layers": [1, 0, 1]}, "recurrent_layers. Expected 3 booleans"),
         ("qwen35", {"attention.recurrent_layers": [True] * 3}, "blk.1.attn_v.weight is not used"),

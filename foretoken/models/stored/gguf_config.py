@@ -329,6 +329,8 @@ def _mixture(values: Values, intermediate: int) -> dict[str, Any]:
 
 def _rope(values: Values, file: GgufFile, head_dim: int) -> dict[str, Any]:
     theta, rotated = float(values.number("rope.freq_base", 10000.0)), values.size("rope.dimension_count", head_dim)
+    if rotated > head_dim or rotated % 2:
+        raise values.refusal(f"rotates {rotated} of {head_dim} numbers of a head", "an even number, at most all")
     plain = {"rope_type": "default", "rope_theta": theta}
     rope = plain | _scaling(values, file, rotated, theta)
     if values.name in ("phi3", "glm4", *DELTA_NETS) or values.model_type == "bamba":

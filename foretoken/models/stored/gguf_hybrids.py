@@ -142,9 +142,9 @@ def sections(values: Values, rotated: int) -> dict[str, Any]:
     found = values.value("rope.dimension_sections")
     is_list = isinstance(found, list) and len(found) in (3, 4)
     counts = list(found) if is_list and all(isinstance(each, int) and each >= 0 for each in found) else [0]
-    total = sum(counts)
-    axes = [pair % total for pair in range(rotated // 2)] if total else [0]
-    if not all(pair < 3 * counts[pair % 3] for pair in axes):
+    num_pairs = min(rotated // 2, sum(counts))  # the axes of further pairs are those of the first ones
+    last_pairs = [num_pairs - 1 - (num_pairs - 1 - axis) % 3 for axis in range(3)]
+    if num_pairs == 0 or any(last >= 3 * count for last, count in zip(last_pairs, counts, strict=False)):
         raise values.refusal(
             f"has {shown(found)} as {values.name}.rope.dimension_sections", "sections of three axes for all pairs"
         )
