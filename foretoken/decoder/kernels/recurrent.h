@@ -8,7 +8,7 @@
 // takes some columns of a head through all tokens of a sequence, depth first, while they stay in its first cache. A pass
 // over a level of a tree takes only the way from the prefix to the new nodes.
 //
-// An item is a token to compute: first the replayed ones, then the sequence's nodes, of which earlier ones are known too.
+// An item is a token to compute: first the replayed ones, then the sequence's nodes. Rows of earlier nodes are known too.
 // Item -1 is the last row of the window, -2 the one before. Letters: I items of all sequences, C channels, K taps of the
 // convolution.
 #pragma once
