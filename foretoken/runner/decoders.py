@@ -148,9 +148,15 @@ def decoders_for(model: LoadedModel) -> list[str]:
 
 
 def check_architecture(name: str, model: LoadedModel) -> None:
-    """Raises `UnsuitableError` for a model that a decoder does not know, before anything is copied or compiled."""
+    """Raises `UnsuitableError` for what a decoder does not know, before anything is copied, compiled or timed."""
+    _check_rows(name, is_rounded=model.kv_cache_dtype == "int8")
     if name != "generic":
         read_weights(model, 1)
+
+
+def _check_rows(name: str, *, is_rounded: bool) -> None:
+    if is_rounded and name != NativeDecoder.name:
+        raise UnsuitableError(f"it has no kernels for a KV cache in int8, only {NativeDecoder.name} has.")
 
 
 def make_decoder(name: str, model: LoadedModel, cache: SlotCache, taps: Sequence[Tap]) -> Decoder:
@@ -159,8 +165,7 @@ def make_decoder(name: str, model: LoadedModel, cache: SlotCache, taps: Sequence
     Raises `ModelError` if the decoder does not know the model or cannot run here, has no kernels for quantized KV rows,
     or a tap cannot be read.
     """
-    if cache.is_rounded and name != NativeDecoder.name:
-        raise UnsuitableError(f"it has no kernels for a KV cache in int8, only {NativeDecoder.name} has.")
+    _check_rows(name, is_rounded=cache.is_rounded)
     return DECODERS[name](model, cache, taps)
 
 

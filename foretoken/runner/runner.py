@@ -27,6 +27,7 @@ from foretoken.core.backend import is_out_of_memory
 from foretoken.core.errors import ConfigError, ModelError, PassError, RequestError, nearest_name_hint
 from foretoken.core.passes import Pass
 from foretoken.core.token_tree import MAX_NODES
+from foretoken.decoder.base import UnsuitableError
 from foretoken.decoder.slot_cache import GRANULE, SlotCache, affordable_rows, share_of_free
 from foretoken.decoder.state_snapshots import SPACING
 from foretoken.models.borrowed import WeightWrites
@@ -201,7 +202,7 @@ class _Candidates:
 
     def refuse(self, name: str, err: ModelError) -> None:
         self.reasons.setdefault(str(err), []).append(name)
-        if name == "generic":
+        if name == "generic" and not isinstance(err, UnsuitableError):
             self._generic_error = err.with_traceback(None)  # the frames hold the decoder and its cache
 
     def refusals(self) -> str:

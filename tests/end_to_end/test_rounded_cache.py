@@ -99,3 +99,14 @@ def test_refusals() -> None:
     with pytest.raises(ModelError, match="no kernels for a KV cache in int8"):
         engine(weights=torch.float64)
     assert not engine(kv_cache_dtype="auto").target.cache.is_rounded
+
+
+def test_a_model_without_native_kernels_is_refused_before_anything_is_timed(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", logger="foretoken")
+    model = wrap_model(tiny_model("jamba"), name="tiny")
+    with pytest.raises(
+        ModelError, match=r"^runner 'auto' cannot run 'tiny'\. lean-native: JambaForCausalLM is not"
+    ) as no:
+        LLM(model, tokenizer=tokenizer(), kv_cache_dtype="int8")
+    assert "generic: it has no kernels for a KV cache in int8" in str(no.value)
+    assert "timing passes" not in caplog.text
