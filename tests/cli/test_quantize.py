@@ -298,11 +298,39 @@ def test_calibrated_experts_change_outputs_less(tmp_path: Path) -> None:
 
 def test_models_whose_layers_are_not_found_are_refused(tmp_path: Path) -> None:
     tiny_model("gpt_oss").save_pretrained(tmp_path / "experts")
-    assert "has experts of another layout in model.layers.0.mlp.experts" in refused(
+    assert "has weights of another layout in model.layers.0.mlp.experts" in refused(
         "quantize", str(tmp_path / "experts"), str(tmp_path / "out"), "--scheme", "W8A8"
     )
     tiny_model("gpt2").save_pretrained(tmp_path / "gpt2")
     assert "no linear layers" in refused("quantize", str(tmp_path / "gpt2"), str(tmp_path / "out"), "--scheme", "W8A8")
+    tiny_model("jamba").save_pretrained(tmp_path / "jamba")  # its mixer reads the weights of its linear layers itself
+    assert "has weights of another layout in model.layers.0.mamba" in refused(
+        "quantize", str(tmp_path / "jamba"), str(tmp_path / "out"), "--scheme", "W8A8"
+    )
+
+
+@pytest.mark.parametrize("architecture", ["qwen3_5", pytest.param("bamba", marks=pytest.mark.slow), "lfm2"])
+def test_recurrent_layers_keep_their_convolution(architecture: str, tmp_path: Path) -> None:
+    module = saved(tmp_path / "small", architecture)
+    output_of("quantize", str(tmp_path / "small"), str(tmp_path / "out"), "--scheme", "W8A16", "--no-compare")
+    plain, drafting = (
+        LLM(str(tmp_path / "out"), dtype="float32", device="cpu", speculative_config=drafter)
+        for drafter in (None, {"method": "draft_model", "model": str(tmp_path / "small"), "num_speculative_tokens": 3})
+    )
+
+    def weights(name: str) -> Any:
+        return plain.target.model.module.get_submodule(name).weight
+
+    for name, part in module.named_modules():
+        if isinstance(part, torch.nn.Conv1d):
+            assert torch.equal(weights(name), part.weight.float())
+        elif type(part) is torch.nn.Linear and name != "lm_head":
+            assert torch.equal(weights(name), quantized_to_nearest(part.weight, "W8A16"))
+    assert plain.target.name == "lean-native"
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    texts = [each.generate("class Queue:", params)[0] for each in (plain, drafting)]
+    assert texts[0].outputs[0].token_ids == texts[1].outputs[0].token_ids
+    assert texts[1].metrics.num_accepted > 0
 
 
 def test_a_source_that_changes_meanwhile_is_noticed(small: Path, tmp_path: Path) -> None:

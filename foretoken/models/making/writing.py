@@ -96,7 +96,7 @@ class Original:
         odd = next((name for name, part in parts.items() if _is_foreign(part)), None)
         reason = None
         if odd is not None:
-            reason = f"has experts of another layout in {odd}"
+            reason = f"has weights of another layout in {odd}"
         elif not names:
             reason = "has no linear layers of torch"
         elif missing := names - found.keys():
@@ -136,8 +136,14 @@ class Original:
 
 
 def _is_foreign(part: nn.Module) -> bool:
-    """Whether weights are no matrix of a linear layer, nor those of known experts."""
-    return any(each.dim() > 2 for each in part.parameters(recurse=False)) and not is_plain_experts(part)
+    """Whether weights are no matrix of a linear layer, no known experts, and no convolution, which stays as it is.
+
+    A layer with a convolution and matrices of its own (Mamba) reads the weights of its linear layers by itself.
+    """
+    if type(part) is nn.Conv1d:
+        return False
+    most = 1 if any(type(each) is nn.Conv1d for each in part.children()) else 2
+    return any(each.dim() > most for each in part.parameters(recurse=False)) and not is_plain_experts(part)
 
 
 def quantize_linear(name: str, weight: Tensor, scheme: Scheme) -> Quantized:
