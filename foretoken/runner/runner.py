@@ -249,6 +249,7 @@ def _say_once(level: int, message: str) -> None:
 _SNAPSHOT_SHARE = 1 / 8
 _MORE_SNAPSHOTS = 4  # of a slot, beside those inside a long prompt; a choice: of a few turns and common beginnings
 _FEWER = "Decode fewer sequences at once (max_num_seqs of LLM, --batch-size)"
+_MORE = "raise kv_cache_memory_bytes"
 
 
 class Runner:
@@ -358,7 +359,7 @@ class Runner:
             least = "a sequence" if shares_rows else f"{num_slots} sequences"
             raise ModelError(
                 f"there is no memory for the KV cache of '{model.name}', {least} of {NUM_ROWS} tokens and trees of "
-                f"{self.max_nodes} nodes. {_FEWER}, or free memory."
+                f"{self.max_nodes} nodes. {_FEWER}, or {'free memory' if memory_bytes is None else _MORE}."
             )
         if self.context_len < wanted:
             _log.warning(

@@ -13,8 +13,8 @@ import pytest
 from end_to_end.poison import poison_caches
 from end_to_end.request_mix import plain_mix, references
 from end_to_end.same_text import assert_same_text
-from end_to_end.tiny_llms import RUNNERS, drafters, llm, target
-from tiny_models import VOCAB_SIZE
+from end_to_end.tiny_llms import RUNNERS, drafters, llm, target, tokenizer
+from tiny_models import VOCAB_SIZE, tiny_model
 
 from foretoken import LLM, RequestOutput, SamplingParams
 from foretoken.core.errors import ConfigError, ModelError
@@ -161,3 +161,12 @@ def test_one_that_was_preempted_can_be_aborted() -> None:
 def test_memory_that_makes_no_sense(given: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         llm({}, kv_cache_memory_bytes=given)
+
+
+def test_recurrent_layers_share_no_rows_and_the_context_is_cut(caplog: pytest.LogCaptureFixture) -> None:
+    module = tiny_model("qwen3_5")
+    made = LLM(module, tokenizer=tokenizer(), max_num_seqs=2, kv_cache_memory_bytes=200_000)
+    assert 16 <= made.target.context_len < module.config.max_position_embeddings
+    assert f"the context is cut to {made.target.context_len}" in caplog.text
+    with pytest.raises(ModelError, match=r"or raise kv_cache_memory_bytes\.$"):
+        LLM(module, tokenizer=tokenizer(), max_num_seqs=2, kv_cache_memory_bytes=20_000)
