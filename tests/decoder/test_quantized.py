@@ -300,13 +300,14 @@ def of_integers(layers: Blocks, quantization: Quantization, *, is_dense: bool) -
             gate = None if mlp.shared_gate is None else matrix(mlp.shared_gate)
             mlp = replace(mlp, shared=feed_forward(mlp.shared), shared_gate=gate)
         gate_up, down = (each.float() for each in mlp.dense())
+        count = 2 if mlp.is_gated else 1
         if not is_dense:
             made = (quantized_parts(each, parts, quantization, dtype=torch.float32)
-                    for each, parts in ((gate_up, 2), (down, 1)))  # fmt: skip
+                    for each, parts in ((gate_up, count), (down, 1)))  # fmt: skip
             return replace(mlp, **dict(zip(("gate_up", "down"), made, strict=True)))
         stand_ins = [
             torch.stack([quantized(each, quantization, dtype=torch.float32).dequantized() for each in weight])
-            for weight in (gate_up.unflatten(1, (2, -1)).flatten(0, 1), down)
+            for weight in (gate_up.unflatten(1, (count, -1)).flatten(0, 1), down)
         ]
         return replace(mlp, gate_up=stand_ins[0].view_as(gate_up).double(), down=stand_ins[1].double())
 
