@@ -297,6 +297,22 @@ class Block(Part):
     def __post_init__(self) -> None:
         require((self.query_norm is None) == (self.key_norm is None), "queries and keys both have norms, or neither")
 
+    def without_gates(self) -> tuple[Matrix, Matrix | None]:
+        """Returns the matrices of queries and of gates, (H D, E) each; no gates if the block has none.
+
+        Raises `UnsuitableError` for gates in 4 or 8 bits.
+        """
+        if not self.gates_heads:
+            return self.query, None
+        shape, bias = (self.spec.num_heads, 2, self.spec.head_dim), self.query.bias
+        weights = self.query.dense().unflatten(0, shape).unbind(1)
+        biases = [None, None] if bias is None else bias.unflatten(0, shape).unbind(1)
+        query, gate = (
+            Matrix(weight=weight.flatten(0, 1), bias=None if own is None else own.flatten())
+            for weight, own in zip(weights, biases, strict=True)
+        )
+        return query, gate
+
     @property
     def norms_all_heads(self) -> bool:
         """Whether one norm covers all heads of a token's queries or keys."""

@@ -383,7 +383,7 @@ class _Layer:
         norms: dict[str, Any] = {name: prepared_norm(getattr(block, name), dtype) for name in _NORMS}
         side = prepared_norm(None if block.side is None else block.side.norm, dtype)
         self.block = replace(block, **norms, side=None if side is None else Side(norm=side))
-        query, gate = _without_gates(block)
+        query, gate = block.without_gates()
         self.query_key_value = fuse(query, block.key, block.value, moves_weights=moves_weights)
         self.gate = None if gate is None else fuse(gate)  # of the heads' outputs
         self.output = fuse(block.output)
@@ -397,20 +397,6 @@ class _Layer:
     @cached_property
     def key_value(self) -> FusedLinear:
         return fuse(self.block.key, self.block.value)
-
-
-def _without_gates(block: Block) -> tuple[Matrix, Matrix | None]:
-    """Returns the matrices of queries and of gates, whose rows take turns by head; no gates if the block has none."""
-    if not block.gates_heads:
-        return block.query, None
-    heads, size = block.spec.num_heads, block.spec.head_dim
-    weights = block.query.dense().unflatten(0, (heads, 2, size)).unbind(1)
-    biases = [None, None] if block.query.bias is None else block.query.bias.unflatten(0, (heads, 2, size)).unbind(1)
-    query, gate = (
-        Matrix(weight=weight.flatten(0, 1), bias=None if bias is None else bias.flatten())
-        for weight, bias in zip(weights, biases, strict=True)
-    )
-    return query, gate
 
 
 class _TorchFeedForward:
