@@ -23,11 +23,11 @@ from typing_extensions import override
 from foretoken.decoder.blocks import Blocks, Norm
 from foretoken.heads.base import AutoregressiveConfig, AutoregressiveHead, BlockInputs, BlockOutputs
 from foretoken.heads.decoder_layer import DecoderLayer, Heads, LayerConfig, Placement
+from foretoken.heads.steps import AutoregressiveSteps
 
 if TYPE_CHECKING:
     from typing import Self
 
-    from foretoken.heads.steps import AutoregressiveSteps
     from foretoken.models.parts import TargetParts
 
 
@@ -170,8 +170,14 @@ class MtpHead(AutoregressiveHead):
 
     @override
     def native_steps(self, parts: TargetParts) -> AutoregressiveSteps | None:
-        """None: drafts take a call of the kernels for each level. They know no norms before a fusing layer."""
-        return None
+        if parts.native is None:
+            return None
+        norm = self.layer.as_norm
+        return AutoregressiveSteps(
+            width=self.config.width, vocab_size=self.config.vocab_size, embedding=parts.native.embedding,
+            head=parts.native.head, token_map=self.token_map, fuse=self.fc, norm=norm(self.norm),
+            state_norm=norm(self.feature_norm), embedding_norm=norm(self.embedding_norm), feeds_normed=True,
+        )  # fmt: skip
 
 
 HEAD = MtpHead

@@ -71,8 +71,9 @@ class AutoregressiveSteps:
         token_map: (Vd,) int64, the token of each row of the LM head, or None if rows are tokens.
         fuse: (..., 2 W) to (..., W), or None if the embedding is the block's second input.
         norm: (W,), an RMS norm before the LM head, or None.
-        state_norm: (W,), an RMS norm of the state before the block, or None. Only without `fuse`.
-        feeds_normed: Whether the next state is the input of the LM head. Only without `fuse`.
+        state_norm: (W,), an RMS norm of the state before the block or `fuse`, or None.
+        embedding_norm: (W,), an RMS norm of the embedding there, or None.
+        feeds_normed: Whether the next state is the input of the LM head.
     """
 
     width: int
@@ -83,4 +84,5 @@ class AutoregressiveSteps:
     fuse: nn.Module | None = None
     norm: Norm | None = None
     state_norm: Norm | None = None
+    embedding_norm: Norm | None = None
     feeds_normed: bool = False

@@ -1,4 +1,4 @@
-"""Trees of EAGLE heads in one call of the native kernels: those of the same heads level by level in torch.
+"""Trees of EAGLE and MTP heads in one call of the native kernels: those of the same heads level by level in torch.
 
 Slow because kernels are compiled for each instruction set, once on a machine.
 """
@@ -32,6 +32,7 @@ from foretoken.heads.base import AutoregressiveHead, BlockOutputs, build_head
 from foretoken.heads.decoder_layer import LayerConfig
 from foretoken.heads.eagle import EagleConfig
 from foretoken.heads.eagle3 import Eagle3Config
+from foretoken.heads.mtp import MtpConfig, MtpLayerConfig
 from foretoken.models.loading import wrap_model
 from foretoken.models.making.in_memory import quantize_model
 from foretoken.models.parts import TargetParts, target_parts
@@ -56,6 +57,7 @@ HEADS: dict[str, Any] = {
         **EAGLE3, draft_hidden_size=20, own_embedding=True, feeds_normed=True, draft_vocab_size=50
     ),
     "eagle3, all norms": Eagle3Config(**EAGLE3, feeds_normed=True, norm_before_residual=True, fc_norms=True),
+    "mtp": MtpConfig(**{**SIZES, "layer": MtpLayerConfig(**LAYER.model_dump(), rotary_dim=4)}),
 }
 SHAPES = {
     "chain": TreeShape.chain(5),
@@ -182,7 +184,7 @@ def test_one_call_drafts_what_a_pass_for_each_level_drafts(name: str, dtype: tor
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-@pytest.mark.parametrize("name", ["eagle", "eagle3, part of the vocabulary", "eagle3, all norms"])
+@pytest.mark.parametrize("name", ["eagle", "eagle3, part of the vocabulary", "eagle3, all norms", "mtp"])
 @torch.inference_mode()
 def test_int8(name: str, dtype: torch.dtype) -> None:
     """The matrices of the block, around it, and of the LM head, the target's included, in int8."""
@@ -212,7 +214,7 @@ def test_older_processors(instruction_set: str, dtype: torch.dtype) -> None:
 @torch.inference_mode()
 def test_what_a_target_does_to_embeddings_and_logits(architecture: str) -> None:
     """Gemma scales embeddings and caps logits, Granite scales logits."""
-    for name in ("eagle", "eagle3"):
+    for name in ("eagle", "eagle3", "mtp"):
         compare(Drafting(name, architecture=architecture), DRAWS["mixed"], SHAPES["widths"], 2e-4)
 
 
@@ -264,7 +266,7 @@ def test_a_greedy_chain_is_what_training_unrolls(name: str) -> None:
         torch.testing.assert_close(found.double(), top, rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.parametrize("name", ["eagle", "eagle3, part of the vocabulary"])
+@pytest.mark.parametrize("name", ["eagle", "eagle3, part of the vocabulary", "mtp"])
 @torch.inference_mode()
 def test_company_and_threads_change_no_bit(name: str) -> None:
     made, before, trees = Drafting(name, torch.bfloat16), torch.get_num_threads(), []
@@ -330,8 +332,7 @@ def test_what_the_kernels_leave_to_the_loop() -> None:
         ("eagle", {"fuse": None}),
         ("eagle", {"fuse": NativeLinear(torch.ones(WIDTH, WIDTH))}),
         ("eagle", {"fuse": NativeLinear(torch.ones(WIDTH + 1, 2 * WIDTH))}),
-        ("eagle", {"feeds_normed": True}),
-        ("eagle", {"state_norm": Norm(weight=torch.ones(WIDTH), epsilon=1e-6)}),
+        ("mtp", {"embedding_norm": Norm(weight=torch.ones(WIDTH + 1), epsilon=1e-6)}),
         ("eagle3", {"norm": Norm(weight=torch.ones(WIDTH + 1), epsilon=1e-6)}),
         ("eagle3", {"state_norm": Norm(weight=torch.ones(WIDTH), epsilon=1e-6, kind="layer")}),
         ("eagle3", {"vocab_size": VOCAB_SIZE + 1}),
@@ -378,7 +379,7 @@ WRONG: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("name", ["eagle", "eagle3"])
+@pytest.mark.parametrize("name", ["eagle", "eagle3", "mtp"])
 @pytest.mark.parametrize("what", WRONG)
 def test_drafts_that_do_not_fit_are_refused(what: str, name: str) -> None:
     """Nothing is written, and the next draft is as before."""

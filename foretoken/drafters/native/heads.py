@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from foretoken.core.passes import Pass
     from foretoken.decoder.block_stack import BlockStack
-    from foretoken.decoder.blocks import LmHead, ScaledEmbedding
+    from foretoken.decoder.blocks import LmHead, Norm, ScaledEmbedding
     from foretoken.heads.steps import AutoregressiveSteps, HeadSteps
 
 
@@ -62,6 +62,9 @@ class HeadStruct(Structure):
     )
 
 
+_NORMS = ("norm", "state_norm", "embedding_norm")
+
+
 class AutoregressiveHeadStruct(Structure):
     """A head of one decoder block, `AutoregressiveHead` in `kernels/trees.h`."""
 
@@ -72,7 +75,7 @@ class AutoregressiveHeadStruct(Structure):
         ("vocab", c_int64),
         ("embedding", HeadMatrix),
         ("feeds_normed", c_int64),
-        *((name, NormStruct) for name in ("norm", "state_norm")),
+        *((name, NormStruct) for name in _NORMS),
         *((name, c_float) for name in ("embedding_scale", "logit_scale", "logit_softcap")),
     )
 
@@ -208,10 +211,9 @@ class NativeAutoregressiveHead(Described):
         parts, width = _Parts(head.vocab_size, head.token_map), head.width
         fields: dict[str, Any] = {**parts.lm_head(head.head, width), **parts.embedding(head.embedding, width)}
         if head.fuse is not None:
-            has_norms = head.state_norm is not None or head.feeds_normed
-            parts.require(not has_norms, "norms of the state, and a layer that fuses it", "one of them")
             fields["fuse"] = parts.layer("the layer that fuses", head.fuse, width, 2 * width)
-        for name, norm in (("norm", head.norm), ("state_norm", head.state_norm)):
+        for name in _NORMS:
+            norm: Norm | None = getattr(head, name)
             if norm is not None:
                 parts.require(norm.kind == "rms", f"a {norm.kind} norm", "an RMS norm")
                 fields[name] = parts.norm(norm.weight, None, norm.epsilon, width)

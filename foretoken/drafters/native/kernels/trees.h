@@ -27,15 +27,15 @@
 extern "C" {
 
 // A head of one decoder block; the block's output x becomes the state of the next step. For a state s and the embedding
-// e of the next token, the block reads fuse([e; s]); without `fuse` it reads state_norm(s), and e as second input.
-// logits = lm_head(norm(x)), scaled and capped; the next state is x, or norm(x).
+// e of the next token, the block reads fuse([embedding_norm(e); state_norm(s)]); without `fuse` it reads state_norm(s),
+// and embedding_norm(e) as second input. logits = lm_head(norm(x)), scaled and capped; the next state is x, or norm(x).
 struct AutoregressiveHead {
   HeadMatrix fuse, lm_head;       // (E, 2 E), (Vd, E); E is the hidden size of the block
   const int64_t* token_map;       // (Vd,), the token of each row of the LM head; null: row i is token i
   int64_t vocab;                  // V, the width of logits
   HeadMatrix embedding;           // (tokens, E), without a bias
   int64_t feeds_normed;           // whether the next state is norm(x)
-  Norm norm, state_norm;          // (E,)
+  Norm norm, state_norm, embedding_norm;  // (E,)
   float embedding_scale;
   float logit_scale, logit_softcap;  // scale 1: none, cap 0: none
 };
@@ -360,23 +360,37 @@ class HeadLevels {
   // Computes the block's inputs for each pair. Ends with a barrier.
   void set_inputs(int64_t depth) {
     const int64_t M = passes_.num_tokens(), E = model_.hidden;
-    const auto state = [&](int64_t m) { return depth == 0 ? states_ + m * E : space_.outputs + space_.sources[m] * E; };
     if (head_.fuse.matrix.weight != nullptr) {
       layers_.project(head_.fuse, M, [&](int64_t m, const auto& inputs) {
-        with_embedding(m, [&](const auto* row) { put_row(inputs, m, 0, row, E, head_.embedding_scale); });
-        put_row(inputs, m, E, state(m), E, 1.0f);
+        float* row = space_.inputs + m * E;  // free until the product
+        put_embedded(m, row);
+        put_row(inputs, m, 0, row, E, 1.0f);
+        put_state(depth, m, row);
+        put_row(inputs, m, E, row, E, 1.0f);
       }, space_.inputs);
       return;
     }
     share(M, [&](int64_t m) {
-      float *input = space_.inputs + m * E, *side = space_.sides + m * E;
-      put_normed(depth > 0 && head_.feeds_normed ? head_.norm : Norm{}, state(m), E, input);
-      put_normed(head_.state_norm, input, E, input);
-      with_embedding(m, [&](const auto* row) {
-        for (int64_t k = 0; k < E; ++k) side[k] = to_float(row[k]) * head_.embedding_scale;
-      });
+      put_state(depth, m, space_.inputs + m * E);
+      put_embedded(m, space_.sides + m * E);
     });
     barrier_.wait();
+  }
+
+  // The state of a pair, and the embedding of its token.
+  void put_state(int64_t depth, int64_t m, float* out) const {
+    const int64_t E = model_.hidden;
+    const float* state = depth == 0 ? states_ + m * E : space_.outputs + space_.sources[m] * E;
+    put_normed(depth > 0 && head_.feeds_normed ? head_.norm : Norm{}, state, E, out);
+    put_normed(head_.state_norm, out, E, out);
+  }
+
+  void put_embedded(int64_t m, float* out) const {
+    const HeadMatrix& table = head_.embedding;
+    with_row(table.matrix, table.is_bfloat16, tokens_[m], space_.embedded + m * model_.hidden, [&](const auto* row) {
+      for (int64_t k = 0; k < model_.hidden; ++k) out[k] = to_float(row[k]) * head_.embedding_scale;
+    });
+    put_normed(head_.embedding_norm, out, model_.hidden, out);
   }
 
   // Rounds outputs like a separate pass, in T: trees are the same, whether or not levels are separate passes. Ends with
@@ -391,12 +405,6 @@ class HeadLevels {
       }
     });
     barrier_.wait();
-  }
-
-  // work(row), row: the embedding of the token of a pair.
-  template <class Work>
-  void with_embedding(int64_t m, Work&& work) const {
-    with_row(head_.embedding.matrix, head_.embedding.is_bfloat16, tokens_[m], space_.embedded + m * model_.hidden, work);
   }
 
   const Model& model_;
