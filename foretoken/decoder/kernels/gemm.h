@@ -336,6 +336,27 @@ void multiply_rows(const Matrix& matrix, const Inputs<T>& x, int64_t M, int64_t 
   }
 }
 
+// See `multiply`; for rows begin..end and a single token. The processor itself fetches ahead in rows that follow each
+// other, and wide registers keep up with memory, though not with a cache: each product waits for the sum before it.
+// Measured: benchmarks/NOTES.md, "One row after another".
+template <class T, class Emit>
+void multiply_single(const Matrix& matrix, const Inputs<T>& x, int64_t begin, int64_t end, Emit&& emit) {
+  constexpr int R = kRowsOfOne;
+  const int64_t K = matrix.cols, whole = K / kStep<T> * kStep<T>;
+  float out[2 * kLanes];
+  for (int64_t n = begin; n < end; n += R) {
+    const Rows<T, R> rows(matrix, n);
+    Lanes sums[R] = {};
+    for (int r = 0; r < R; ++r) {
+      Lanes sum[1] = {};
+      add_steps<T, 1, 1>(rows.at + r, x.at(0, 0), 0, whole, NoFetch{}, sum);
+      sums[r] = sum[0];
+    }
+    finish_dots<T, R, 1>(sums, rows.at, x.at(0, whole), whole, K, out);
+    emit_block<R>(matrix, n, end, 0, 1, out, emit);
+  }
+}
+
 // `add_steps` for a block of tokens; prefetches the block's share of R rows beginning at `next`, the same steps of each
 // row: `count` rows from row `first` on.
 template <class T, int R, int C, Into kInto>
@@ -363,6 +384,8 @@ template <class T, int R, int C>
   for (int i = 0; i < R * C; ++i) sums[i] = from == 0 ? Lanes{} : waiting[i];
   if (into == Into::kNearest) {
     add_fetching_steps<T, R, C, Into::kNearest>(w, x, from, to, next, K, first, count, sums);
+  } else if (into == Into::kSecond) {
+    add_fetching_steps<T, R, C, Into::kSecond>(w, x, from, to, next, K, first, count, sums);
   } else {
     add_fetching_steps<T, R, C, Into::kAll>(w, x, from, to, next, K, first, count, sums);
   }
@@ -412,12 +435,14 @@ void multiply_parts(const Matrix& matrix, const Inputs<T>& x, int64_t M, int64_t
 template <class T, class Emit>
 void multiply_between(const Matrix& matrix, const Inputs<T>& x, int64_t M, int64_t begin, int64_t end, Emit&& emit) {
   const int64_t row = matrix.cols * int64_t(sizeof(T)), bytes = kRows * row;
-  // Rows bypass the other caches if these could not keep them until the next pass and the first cache keeps them until
-  // their use.
-  const bool are_lost = matrix.pass_bytes > last_cache_bytes() && fetches_nearest_fast();
+  // Rows that the caches could not keep until the next pass go to the first cache alone if that keeps them until their
+  // use, otherwise to the second one.
+  const bool come_from_memory = matrix.pass_bytes > last_cache_bytes(), are_lost = come_from_memory && fetches_nearest_fast();
   const bool stay_near = M == 1 ? kRowsOfOne * row <= 2 * nearest_bytes() : kRows * kPart * kBytes <= nearest_bytes();
-  const Into into = M <= kFewTokens && are_lost && stay_near ? Into::kNearest : Into::kAll;
-  if (M == 1) {
+  const Into into = M > kFewTokens || !are_lost ? Into::kAll : stay_near ? Into::kNearest : Into::kSecond;
+  if (M == 1 && come_from_memory && kBytes == 64) {
+    multiply_single(matrix, x, begin, end, emit);
+  } else if (M == 1) {
     multiply_rows<T, kRowsOfOne, 1>(matrix, x, M, begin, end, into, emit);
   } else if (M <= kFewTokens && (M > kTokens || bytes > kNear)) {
     multiply_parts<T, kRows, kTokens, kGroups, kFewTokens>(matrix, x, M, begin, end, into, emit);
