@@ -196,8 +196,8 @@ def doctor(
         str | None,
         typer.Option(
             metavar="NAME",
-            help="Try the training of a fresh head: medusa, hydra, mlp_speculator, eagle, hass, eagle3, spire or "
-            "falcon.",
+            help="Try the training of a fresh head: medusa, hydra, mlp_speculator, eagle, hass, eagle3, mtp, "
+            "spire or falcon.",
         ),
     ] = None,
     train_check: Annotated[
@@ -281,10 +281,10 @@ def doctor(
 def _path_of_head(head: str) -> Path:
     from foretoken.entrypoints.drafter_files import check_is_no_model
     from foretoken.formats.files import local_head, open_files
-    from foretoken.formats.registry import holds_head
+    from foretoken.formats.registry import MODELS_OWN, holds_head, holds_own_head
 
     path = local_head(head)
-    if not holds_head(path):
+    if not holds_head(path) and not holds_own_head(path, MODELS_OWN):
         check_is_no_model(path)
         open_files(path)  # a damaged file gives a better message than a missing head
         raise ConfigError(f"'{head}' holds no draft head. Expected a directory or a file with the weights of a head.")

@@ -31,7 +31,7 @@ from foretoken.entrypoints.drafter_files import (
 from foretoken.entrypoints.model_arguments import checked_path
 from foretoken.entrypoints.vllm_arguments import OTHER_KEYS, is_one_of
 from foretoken.files.bounded_reads import MIB, read_named
-from foretoken.formats.registry import holds_head, method_of
+from foretoken.formats.registry import holds_head, holds_own_head, method_of
 from foretoken.models.names import TAG, is_gguf, local_model
 from foretoken.trees.stopping import STOP_CONTROLS, TRAINED, StopRule, read_rule, rule_file
 
@@ -403,6 +403,8 @@ def _options(
         checked_path("'model' of speculative_config", model)
     elif model is None and isinstance(method, str):
         path = beside(target, method) if method in known_methods() else head_beside(target, method)
+        if path is None and target is not None and holds_own_head(Path(target), method):
+            path = Path(target)
         if path is not None:
             own["model"] = str(path)
             own["method"] = method if method in known_methods() else method_of(path)

@@ -150,6 +150,7 @@ def check_model_of(method: str, model: str | None, target: str | None) -> None:
 
     `model` is None if no weights were named or found beside the target, `target` is None for a target in memory.
     """
+    from foretoken.formats.registry import MODELS_OWN, holds_own_head
     from foretoken.heads import head_methods
 
     is_head = method in head_methods()
@@ -160,13 +161,14 @@ def check_model_of(method: str, model: str | None, target: str | None) -> None:
             check_is_no_head(target)
         where = "of a target in memory no directory is known"
         if target is not None:
-            where = f"there is no '{_stem(target)}-{method if is_head else 'draft'}'"
+            own = "there is no head in the files of the target, and " if method == MODELS_OWN else ""
+            where = f"{own}there is no '{_stem(target)}-{method if is_head else 'draft'}'"
         raise ConfigError(
             f"{method} needs {'a trained head' if is_head else 'a draft model'}, and {where}. Write "
             f"{method}:model=PLACE, a directory or a hub id."
         )
     found = what_lies_at(model)
-    if found is not None and found.method not in (None, method):
+    if found is not None and found.method not in (None, method) and not holds_own_head(Path(model), method):
         expected = _head_of(method) if is_head else "a model"
         raise ConfigError(
             f"'{model}' is {found.name}, and method '{method}' needs {expected}. Write {spelled(found, model)}."

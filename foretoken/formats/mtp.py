@@ -1,7 +1,7 @@
 """Reads the head for multi-token prediction out of the files of its target: Qwen3.5, `mtp.*`.
 
-Such files are a model, which `holds_head` does not take for a head. `foretoken convert TARGET TARGET-mtp` writes the
-head alone, in our own format.
+Such files are a model, which `holds_head` does not take for a head; `holds_own_head` does. `foretoken convert TARGET
+TARGET-mtp` writes the head alone, in our own format.
 """
 
 from __future__ import annotations

@@ -70,8 +70,8 @@ def holds_head(path: Path) -> bool:
     """Decides whether a directory or file is meant to hold a head.
 
     Heads of families that are not served count as well: `read_head` names them. A model with a head for multi-token
-    prediction is a model. Raises `ModelError` for damaged files
-    that only a head can have: a target is never read from pickles.
+    prediction is a model, see `holds_own_head`. Raises `ModelError` for damaged files that only a head can have: a
+    target is never read from pickles.
     """
     directory = path if path.is_dir() else path.parent
     if is_gguf(path):
@@ -86,6 +86,17 @@ def holds_head(path: Path) -> bool:
         if path.is_file() or not any(directory.glob("*.safetensors")):
             raise
         return False  # the loader of models reports it
+
+
+def holds_own_head(model: Path, method: str) -> bool:
+    """Decides whether the files of a model hold a head of a method too, for `read_head`."""
+    if method != MODELS_OWN or not any(model.glob("*.safetensors")):
+        return False
+    try:
+        form = format_of(open_files(model))
+    except ModelError:  # the loader of models reports it
+        return False
+    return form is not None and form.name == MODELS_OWN
 
 
 def method_of(path: Path) -> str:

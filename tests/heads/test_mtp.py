@@ -19,6 +19,7 @@ from foretoken import LLM, SamplingParams
 from foretoken.core.errors import ConfigError, ModelError
 from foretoken.core.passes import Pass
 from foretoken.decoder.block_stack import BlockStack
+from foretoken.entrypoints.config import parse_speculative_config
 from foretoken.entrypoints.drafter_files import what_lies_at
 from foretoken.formats import native
 from foretoken.formats.checkpoint import TargetFingerprint
@@ -121,14 +122,28 @@ def test_files_with_a_head_are_a_model(files: Path) -> None:
     assert (name, checkpoint.config.method) == ("mtp", "mtp")
 
 
-def test_a_converted_head_is_found_beside_its_target(files: Path) -> None:
-    """As `foretoken convert TARGET TARGET-mtp` leaves it; the target's own files have tensors that it does not read."""
-    _, checkpoint = read_head(files)
-    write_head("native", checkpoint, files.with_name("target-mtp"))
-    config = {"method": "mtp", "num_speculative_tokens": 2}
+@pytest.mark.parametrize("place", ["the target's files", "named", "beside"])
+def test_a_head_is_found_in_the_targets_files_or_beside(files: Path, place: str) -> None:
+    """A head beside the target, as `foretoken convert TARGET TARGET-mtp` leaves it, comes first."""
+    config: dict[str, Any] = {"method": "mtp", "num_speculative_tokens": 2}
+    expected = files
+    if place == "beside":
+        expected = files.with_name("target-mtp")
+        write_head("native", read_head(files)[1], expected)
+    elif place == "named":
+        config["model"] = str(files)
+    assert parse_speculative_config(config, target=str(files)).options[0].model == str(expected)
     (output,) = LLM(str(files), speculative_config=config).generate([PROMPTS[1]], GREEDY)
     assert output.metrics.num_drafted > 0
     assert output.outputs[0].token_ids == plain("lean-native")[1].outputs[0].token_ids
+
+
+def test_targets_without_a_head_are_named(tmp_path: Path) -> None:
+    tiny_model("qwen3_5").save_pretrained(tmp_path / "target")
+    with pytest.raises(ConfigError, match=r"no head in the files of the target, and there is no '.*target-mtp'"):
+        LLM(str(tmp_path / "target"), speculative_config={"method": "mtp"})
+    with pytest.raises(ConfigError, match="is a model, and method 'mtp' needs a mtp head"):
+        LLM(str(tmp_path / "target"), speculative_config={"method": "mtp", "model": str(tmp_path / "target")})
 
 
 def test_heads_that_are_not_served_are_named(tmp_path: Path) -> None:
