@@ -39,8 +39,8 @@ def train(
     method: Annotated[
         str,
         typer.Argument(
-            help="medusa, hydra, mlp_speculator, eagle, hass (trains eagle heads), eagle3, spire or falcon; or "
-            "draft_model, a whole language model."
+            help="medusa, hydra, mlp_speculator, eagle, hass (trains eagle heads), eagle3, mtp, spire or falcon; "
+            "or draft_model, a whole language model."
         ),
     ],
     model: options.Model,

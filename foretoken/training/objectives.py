@@ -27,6 +27,7 @@ from foretoken.heads.falcon import FalconConfig, FalconHead
 from foretoken.heads.hydra import HydraConfig
 from foretoken.heads.medusa import MedusaConfig
 from foretoken.heads.mlp_speculator import MlpSpeculatorConfig
+from foretoken.heads.mtp import MtpConfig
 from foretoken.heads.spire import SpireConfig
 from foretoken.models.parts import STATIC_KINDS, TargetParts, target_base, target_scaling
 from foretoken.training.objective_base import Examples, Fed, Objective, first_candidates
@@ -136,6 +137,17 @@ class Eagle3Objective(UnrolledObjective):
     def divisors(self, counts: Tensor) -> Tensor:
         """Returns the number of positions of the first pass, for all passes."""
         return counts[:1].expand_as(counts)
+
+
+class MtpObjective(UnrolledObjective):
+    """The target's distributions over three steps of the head's own drafts, later ones with less weight.
+
+    Steps and weights are FastMTP's, which learns the text's own tokens: `ce_weight` 1 and `kl_weight` 0. Source: Cai et
+    al. 2025 (arXiv 2509.18362), section 3.
+    """
+
+    head_decay: float = Field(default=0.6, gt=0, le=1)
+    passes: int = Field(default=3, ge=1)
 
 
 class SpireObjective(UnrolledObjective):
@@ -278,6 +290,17 @@ def _eagle3_sizes(target: LoadedModel) -> dict[str, Any]:
     return {"boundaries": published if is_deep else tuple(range(last + 1))[-3:], "layer": _layer_like(target)}
 
 
+def _mtp_sizes(target: LoadedModel) -> dict[str, Any]:
+    layer = {**_layer_like(target), "rope_theta": target_base(target.config)}
+    if layer.pop("rope_scaling", None) is not None:
+        logging.getLogger(__name__).warning(
+            "%s: its rotary scaling is not the head's, whose decoder block rotates without", target.name
+        )
+    rope = getattr(target.config, "rope_parameters", None) or {}
+    share = rope.get("partial_rotary_factor") or getattr(target.config, "partial_rotary_factor", None) or 1.0
+    return {"layer": {**layer, "rotary_dim": int(layer["head_dim"] * share) // 2 * 2}}
+
+
 def _spire_sizes(target: LoadedModel) -> dict[str, Any]:
     has_bias = any(name.endswith((".q_proj.bias", ".qkv_proj.bias")) for name, _ in target.module.named_parameters())
     layer = {**_layer_like(target), "rope_theta": target_base(target.config), "attention_bias": has_bias}
@@ -352,6 +375,7 @@ METHODS = {
     "eagle": TrainedMethod(EagleConfig, EagleObjective, lambda target: {"layer": _layer_like(target)}),
     "hass": TrainedMethod(EagleConfig, HassObjective, lambda target: {"layer": _layer_like(target)}),
     "eagle3": TrainedMethod(Eagle3Config, Eagle3Objective, _eagle3_sizes),
+    "mtp": TrainedMethod(MtpConfig, MtpObjective, _mtp_sizes),
     "spire": TrainedMethod(SpireConfig, SpireObjective, _spire_sizes),
     "falcon": TrainedMethod(FalconConfig, FalconObjective, lambda target: {"layer": _layer_like(target)}),
 }

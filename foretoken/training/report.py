@@ -51,6 +51,7 @@ _PAPERS = {
     "mlp_speculator": "An MLP speculator (arXiv 2404.19124)",
     "eagle": "An EAGLE head (arXiv 2401.15077)",
     "eagle3": "An EAGLE-3 head (arXiv 2503.01840)",
+    "mtp": "A head for multi-token prediction (arXiv 2412.19437)",
     "spire": "A SPiRe draft model (arXiv 2504.06419)",
     "falcon": "A Falcon head (arXiv 2412.12639)",
 }

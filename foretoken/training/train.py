@@ -20,7 +20,7 @@ from foretoken.files.atomic_files import check_writable, is_begun
 from foretoken.formats.checkpoint import HeadCheckpoint, TargetFingerprint
 from foretoken.formats.draft_vocabulary import DraftVocabulary
 from foretoken.formats.files import local_head
-from foretoken.formats.registry import read_head
+from foretoken.formats.registry import holds_own_head, read_head
 from foretoken.heads.base import build_head
 from foretoken.models.loaded import DTYPES
 from foretoken.training.data.packed import PackedTokens
@@ -92,6 +92,8 @@ class _Run:
         `vocabulary` are the tokens of --draft-vocab.
         """
         target, is_joint = self.target, self.settings["joint"] is not None
+        if init is None and not sizes and holds_own_head(Path(target.name), self.method):
+            init = target.name
         initial = None if init is None else _initial_head(init, self.method, target)
         config, drafted = _head_to_train(self.method, target, initial, sizes, vocabulary, is_joint=is_joint)
         settings = HeadSettings(**self.settings, head=config, draft_vocab=drafted)
@@ -149,8 +151,8 @@ def train(  # noqa: PLR0913 - one argument for each option of the command
     run that was stopped goes on with the same call, to the same weights.
 
     Args:
-        method: "medusa", "hydra", "mlp_speculator", "eagle", "hass" (trains EAGLE heads), "eagle3", "spire" or
-            "falcon"; or "draft_model", which trains a whole language model and saves a model directory.
+        method: "medusa", "hydra", "mlp_speculator", "eagle", "hass" (trains EAGLE heads), "eagle3", "mtp", "spire"
+            or "falcon"; or "draft_model", which trains a whole language model and saves a model directory.
         model: Directory or hub id of the target.
         data: Packed tokens, the output of `foretoken data`.
         out: Directory of the head or draft model; must not exist.
@@ -158,7 +160,7 @@ def train(  # noqa: PLR0913 - one argument for each option of the command
             `{"num_layers": N}` keeps N of the target's layers; further sizes, named as in `config.json`, make a model
             with random weights.
         init: Directory or hub id of a head, or a draft model with the target's tokenizer, to begin from; None for
-            first weights of the method.
+            first weights of the method. Without `sizes`, "mtp" then begins from the head in the target's own files.
         draft_vocab: File of `foretoken data vocab` with the tokens that the head drafts; None for all.
         objective: Weights of the loss that differ from the method's defaults, such as `{"ce_weight": 1.0}`. For a draft
             model also the fields of `Distillation`.

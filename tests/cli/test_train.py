@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 from command_line import report_of
-from test_train_refusals import packed, saved_model
+from heads.test_mtp import reference, save
+from test_train_refusals import packed, saved_model, tokenizer
 
 import foretoken
 from foretoken.cli.train import train as command
@@ -178,3 +179,21 @@ def test_a_head_that_exists_is_kept(shared: Path, result: foretoken.TrainingResu
     with pytest.raises(ConfigError, match="exists already"):
         trained(shared, result.directory)
     assert (result.directory / "model.safetensors").read_bytes() == before
+
+
+def test_mtp_heads_begin_from_those_in_the_targets_files(tmp_path: Path) -> None:
+    """Unless sizes are named: then from new weights."""
+    target = save(tmp_path / "target", reference())
+    tokenizer().save_pretrained(target)
+    found, own = {}, read_head(target)[1].weights
+    data = packed(tmp_path / "data")
+    for name, sizes in (("own", {}), ("new", {"num_steps": 3})):
+        options = {**QUICK, "steps": 1, "lr": 1e-4, "objective": {}, "eval_every": 0, "sizes": sizes}
+        foretoken.train("mtp", str(target), data=data, out=tmp_path / name, **options)
+        found[name] = read_head(tmp_path / name)[1].weights
+    assert found["own"].keys() == own.keys()
+    moved = [float((each - own[key]).abs().max()) for key, each in found["own"].items()]
+    assert min(moved) > 0
+    assert max(moved) < 1e-3
+    width = own["fc.weight"].shape[0]
+    torch.testing.assert_close(found["new"]["fc.weight"][:, width:], torch.eye(width), rtol=0, atol=1e-3)

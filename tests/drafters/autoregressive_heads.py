@@ -1,4 +1,4 @@
-"""Random EAGLE heads for a tiny target, their drafters, and what the head itself says of a committed text."""
+"""Random EAGLE and MTP heads for a tiny target, their drafters, and what the head itself says of a committed text."""
 
 from __future__ import annotations
 
@@ -32,6 +32,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "eagle": ("eagle", {}),
     "eagle3": ("eagle3", {"boundaries": [1, 2, 3], "draft_vocab_size": 50}),
     "eagle3 normed": ("eagle3", {"boundaries": [0, 3], "norm_before_residual": True, "feeds_normed": True}),
+    "mtp": ("mtp", {}),
     "eagle3 narrow": ("eagle3", {"boundaries": [2], "draft_hidden_size": 24, "own_embedding": True}),
 }
 NARROW = {"target_layers": 3, "sinks": 2, "window": 6}

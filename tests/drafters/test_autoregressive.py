@@ -299,7 +299,7 @@ def test_int8_and_weights_as_they_are_stored(kind: str) -> None:
     for option, is_int8 in (("auto", True), ("int8", True), ("none", False)):
         made = drafter(kind, quantization=option, **SHAPES["chain"])
         layers = {name: layer for name, layer in made.head.named_children() if isinstance(layer, NativeLinear)}
-        assert layers.keys() == ({"fc"} if made.name == "eagle" else {"fc", "lm_head"})
+        assert layers.keys() == ({"fc"} if made.head.has_target_lm_head else {"fc", "lm_head"})
         assert not isinstance(layers.pop("fc")._weight, QuantizedMatrix)
         assert all(isinstance(layer._weight, QuantizedMatrix) == is_int8 for layer in layers.values())
         assert bool(made._stack.native_blocks._described.structure.layers[0].gate.scales) == is_int8

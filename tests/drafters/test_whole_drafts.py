@@ -1,4 +1,4 @@
-"""Drafters of the EAGLE family: one native call gives the trees of the loop over levels."""
+"""Drafters of the EAGLE family and MTP: one native call gives the trees of the loop over levels."""
 
 from __future__ import annotations
 
@@ -32,6 +32,7 @@ pytestmark = pytest.mark.native
 METHODS: dict[str, dict[str, Any]] = {
     "eagle": {"num_steps": 3},
     "eagle3": {"num_steps": 3, "boundaries": [1, 2], "draft_vocab_size": 50},
+    "mtp": {"num_steps": 3},
 }
 SHAPES: dict[str, dict[str, Any]] = {
     "chain": {"num_speculative_tokens": 4},

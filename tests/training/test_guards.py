@@ -361,7 +361,7 @@ def test_a_teacher_with_the_wrong_feature(tmp_path: Path, monkeypatch: pytest.Mo
     assert "normed twice" in found["target logits"]
 
 
-@pytest.mark.parametrize("method", methods("medusa", "mlp_speculator"))
+@pytest.mark.parametrize("method", methods("medusa", "mlp_speculator", "mtp"))
 def test_before_training(method: str) -> None:
     checks = examine_training(target(), head_config(method, target(), SIZES[method]), texts())
     first, last = checks[1].value

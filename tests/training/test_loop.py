@@ -152,6 +152,7 @@ def test_bfloat16_is_near_float32(tmp_path: Path, method: str) -> None:
         ("falcon", {}),
         ("spire", {"num_steps": 2, "window": 8}),
         ("spire", {"num_steps": 2, "window": 8, "has_feedback": False}),
+        ("mtp", {"num_steps": 2}),
         ("eagle3", {"num_steps": 2, "boundaries": [0, 1, 2]}),
         ("eagle3", {"num_steps": 2, "boundaries": [0, 1, 2], "norm_before_fc": True, "norm_before_residual": True}),
         ("eagle3", {"num_steps": 2, "boundaries": [0, 1, 2], "fc_norms": True, "feeds_normed": True}),

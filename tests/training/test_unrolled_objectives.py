@@ -1,4 +1,4 @@
-"""Objectives of EAGLE, HASS and EAGLE-3 against drafts that are made one by one, each from its own position.
+"""Objectives of EAGLE, HASS, EAGLE-3 and MTP against drafts that are made one by one, each from its own position.
 
 The slow side feeds the decoder layer whole texts: the true features up to where a draft begins, then its own states.
 """
@@ -19,15 +19,17 @@ from foretoken.heads.base import IN_PLACE, AutoregressiveConfig, AutoregressiveH
 from foretoken.heads.decoder_layer import LayerConfig
 from foretoken.heads.eagle import EagleConfig
 from foretoken.heads.eagle3 import Eagle3Config
+from foretoken.heads.mtp import MtpConfig, MtpLayerConfig
 from foretoken.models.parts import TargetParts
 from foretoken.training.objective_base import Examples, HeadSums, Objective, accumulate, label_counts
-from foretoken.training.objectives import Eagle3Objective, EagleObjective, HassObjective
+from foretoken.training.objectives import Eagle3Objective, EagleObjective, HassObjective, MtpObjective
 
 B, S, E, V, K = 2, 11, 8, 13, 3
 LAYER = LayerConfig(num_attention_heads=4, num_key_value_heads=2, head_dim=4, intermediate_size=12)
 TOKEN_MAP = torch.tensor([1, 2, 4, 5, 7, 8, 11, 12])
 EAGLE = EagleConfig(hidden_size=E, vocab_size=V, layer=LAYER, num_steps=K)
 EAGLE3 = Eagle3Config(hidden_size=E, vocab_size=V, layer=LAYER, num_steps=K, boundaries=(1, 2, 4))
+MTP = MtpConfig(hidden_size=E, vocab_size=V, num_steps=K, layer=MtpLayerConfig(**LAYER.model_dump(), rotary_dim=2))
 PARTIAL = EAGLE3.model_copy(update={"draft_vocab_size": len(TOKEN_MAP)})
 
 ANCHORED = WindowPositions(torch.tensor([[0], [4]]), torch.tensor([[5], [700]]))
@@ -40,6 +42,8 @@ CASES: dict[str, tuple[AutoregressiveConfig, Objective]] = {
     "eagle3": (EAGLE3, Eagle3Objective()),
     "eagle3, part of the vocabulary": (PARTIAL, Eagle3Objective()),
     "eagle3, part of the vocabulary and the text": (PARTIAL, Eagle3Objective(ce_weight=0.5, passes=2)),
+    "mtp": (MTP, MtpObjective()),
+    "mtp, the text alone": (MTP, MtpObjective(kl_weight=0.0, ce_weight=1.0)),
 }
 TAUGHT = {"hass, part of the vocabulary": TOKEN_MAP}  # tokens that the shared LM head has rows of
 

@@ -32,8 +32,9 @@ SIZES: dict[str, dict[str, Any]] = {
     "mlp_speculator": {"num_heads": 2, "inner_dim": 64, "tie_weights": False},
     "eagle": {"num_steps": 3},
     "eagle3": {"num_steps": 3, "boundaries": [1, 2]},
+    "mtp": {"num_steps": 3},
 }
-STEPS = {"eagle": 100, "eagle3": 100}
+STEPS = {"eagle": 100, "eagle3": 100, "mtp": 100}
 
 
 @cache
