@@ -1,8 +1,8 @@
-"""Pads models of the Llama family and draft heads: another size, the same function; see `cost_twin`.
+"""Pads models of the Llama family: another size, the same function; see `cost_twin`.
 
 Attention heads keep their size; their number grows, for queries and keys alike. Further layers come last. They are
-copies of the model's last layer and add nothing: their output is multiplied by zero, or by numbers so small that
-rounding loses them. Heads have a table of rules and a change of sizes for each method.
+copies of the model's last layer, or recurrent ones (`recurrent_twins`), and add nothing: their output is multiplied by
+zero, or by numbers so small that rounding loses them.
 """
 
 from __future__ import annotations
@@ -11,8 +11,7 @@ import json
 import math
 import re
 import shutil
-from dataclasses import dataclass, replace
-from itertools import islice
+from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -20,10 +19,8 @@ import torch
 
 from foretoken.core.errors import ConfigError, ModelError
 from foretoken.files.bounded_reads import read_json_object
-from foretoken.formats.checkpoint import HeadCheckpoint, TargetFingerprint, lm_head_hash
+from foretoken.formats.checkpoint import TargetFingerprint, lm_head_hash
 from foretoken.formats.files import Weights, open_files, write_config, write_weights
-from foretoken.heads.falcon import NUM_LAYERS
-from foretoken.heads.spire import SpireConfig
 from foretoken.models.architectures import PLAIN_ARCHITECTURES
 from foretoken.models.config import (
     TWIN_KEY,
@@ -37,12 +34,12 @@ from foretoken.models.loading import load_config
 from foretoken.models.weight_files import check_shapes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from pathlib import Path
 
     from torch import Tensor
 
-    from foretoken.heads.decoder_layer import LayerConfig
+    from foretoken.bench.recurrent_twins import RecurrentTwin
 
 Fill = Literal["zeros", "random"]
 _DEVIATION = 0.02  # of random weights, as transformers initialises models
@@ -97,6 +94,17 @@ class Padding:
         padded = padded.flatten(-2)
         return padded.flatten(-3, -2) if tensor.dim() > 1 else padded
 
+    def added(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Returns a tensor without an original."""
+        made = torch.zeros(*shape, dtype=dtype, device=self.generator.device)
+        return made.normal_(std=_DEVIATION, generator=self.generator) if self.fill == "random" else made
+
+    def silence(self, tensor: Tensor) -> Tensor:
+        """Replaces weights whose outputs are added to the residual stream by zeros or faint numbers, in place."""
+        # Matrices all differ: engines that store equal constants once would read less than for a real model.
+        is_faint = self.fill == "random" and tensor.is_floating_point()
+        return tensor.normal_(0, _FAINT, generator=self.generator) if is_faint else tensor.zero_()
+
 
 def growth(small: int, large: int) -> int | None:
     """Returns the factor between two sizes; None unless it is a power of four."""
@@ -121,24 +129,24 @@ def exactly(tensor: Tensor, dtype: torch.dtype | None, what: str) -> Tensor:
     return converted
 
 
-_SAME = Rule()
-_READS, _WRITES = Rule(axes=(-2, -1)), Rule(axes=(-2, -1), is_written=True)
-_READS_LAST, _WRITES_LAST = Rule(axes=(-1,)), Rule(axes=(-1,), is_written=True)  # biases, and tables of rows
-_NORM = Rule(axes=(-1,), is_scaled_down=True)
+SAME = Rule()
+READS, WRITES = Rule(axes=(-2, -1)), Rule(axes=(-2, -1), is_written=True)
+READS_LAST, WRITES_LAST = Rule(axes=(-1,)), Rule(axes=(-1,), is_written=True)  # biases, and tables of rows
+NORM = Rule(axes=(-1,), is_scaled_down=True)
 _BLOCK = re.compile(r"model\.layers\.(\d+)\.(.+)")
 _QUERY_OR_KEY = re.compile(r"(model\.layers\.\d+\.self_attn\.[qk])_proj\.(weight|bias)")
 _IN_BLOCK = {
-    **{f"{part}.weight": _READS for part in ("self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")},
-    **{f"{part}.bias": _READS_LAST for part in ("self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")},
-    **{f"{part}.weight": _WRITES for part in ("self_attn.o_proj", "mlp.down_proj")},
-    **{f"{part}.bias": _WRITES_LAST for part in ("self_attn.o_proj", "mlp.down_proj")},
-    "input_layernorm.weight": _NORM,
-    "post_attention_layernorm.weight": _NORM,
+    **{f"{part}.weight": READS for part in ("self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")},
+    **{f"{part}.bias": READS_LAST for part in ("self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")},
+    **{f"{part}.weight": WRITES for part in ("self_attn.o_proj", "mlp.down_proj")},
+    **{f"{part}.bias": WRITES_LAST for part in ("self_attn.o_proj", "mlp.down_proj")},
+    "input_layernorm.weight": NORM,
+    "post_attention_layernorm.weight": NORM,
     # Norms over single heads keep their size but have the epsilon of the others, because their input shrinks.
-    "self_attn.q_norm.weight": _SAME,
-    "self_attn.k_norm.weight": _SAME,
+    "self_attn.q_norm.weight": SAME,
+    "self_attn.k_norm.weight": SAME,
 }
-_OUTSIDE = {"model.embed_tokens.weight": _WRITES_LAST, "model.norm.weight": _NORM, "lm_head.weight": _READS_LAST}
+_OUTSIDE = {"model.embed_tokens.weight": WRITES_LAST, "model.norm.weight": NORM, "lm_head.weight": READS_LAST}
 
 
 class SmallModel(NamedTuple):
@@ -175,6 +183,12 @@ class SmallModel(NamedTuple):
         has_norm = f"{query_or_key[1]}_norm.weight" in self.weights.shapes
         axes = (-2, -1) if query_or_key[2] == "weight" else (-1,)
         return Rule(axes=axes, is_scaled_down=has_norm)
+
+    def grown_shape(self, key: str, factor: int) -> tuple[int, ...]:
+        """Returns the shape of a padded tensor."""
+        shape = self.weights.shapes[key]
+        axes = {len(shape) + axis for axis in self.rule(key).axes}
+        return tuple(size * factor if axis in axes else size for axis, size in enumerate(shape))
 
 
 def open_model(path: Path) -> SmallModel:
@@ -217,18 +231,25 @@ class PaddedModel:
     factor: int  # growth of its sizes, a power of four
     num_layers: int  # at least those of `small`
     dtype: torch.dtype | None  # of the weights; None keeps theirs
+    recurrent: RecurrentTwin | None = None  # makes the further layers; None: copies of the last one
 
     @property
     def record(self) -> TwinRecord:
         """What the model's configuration, and heads, say of the padding."""
-        return TwinRecord(of=self.small.name, layers=self.num_layers, hidden_size=self.small.hidden_size * self.factor)
+        return TwinRecord(
+            of=self.small.name,
+            layers=self.num_layers,
+            hidden_size=self.small.hidden_size * self.factor,
+            recurrent=None if self.recurrent is None else self.recurrent.family.name,
+        )
 
     @property
     def origins(self) -> dict[str, str]:
-        """Every tensor, with its original."""
+        """Every tensor with an original, and that original."""
         found = {key: key for key in self.small.weights.shapes}
-        for layer in range(self.small.num_layers, self.num_layers):
-            found |= {f"model.layers.{layer}.{match[2]}": match[0] for match in self._last_block}
+        if self.recurrent is None:
+            for layer in range(self.small.num_layers, self.num_layers):
+                found |= {f"model.layers.{layer}.{match[2]}": match[0] for match in self._last_block}
         return found
 
     @property
@@ -239,26 +260,38 @@ class PaddedModel:
         return [match for match in blocks if match is not None and int(match[1]) == last]
 
     @property
+    def num_tensors(self) -> int:
+        """Tensors that are written."""
+        own, added = len(self.small.weights.shapes), self.num_layers - self.small.num_layers
+        if self.recurrent is None:
+            return own + added * len(self._last_block)
+        return own + self.recurrent.num_head_norms + added * len(self.recurrent.block)
+
+    @property
     def num_bytes(self) -> int:
         """Bytes of the weights."""
-        shapes = self.small.weights.shapes
+        shapes, added = self.small.weights.shapes, self.num_layers - self.small.num_layers
         stored = sum(file.stat().st_size for file in self.small.path.glob("*.safetensors"))
         itemsize = self.dtype.itemsize if self.dtype else round(stored / sum(map(prod, shapes.values())))
-        added = (self.num_layers - self.small.num_layers) * sum(
-            self._num_elements(each[0]) for each in self._last_block
-        )
-        return (sum(map(self._num_elements, shapes)) + added) * itemsize
+        if self.recurrent is not None:
+            return self.recurrent.num_elements(added) * itemsize
+        grown = {key: prod(self.small.grown_shape(key, self.factor)) for key in shapes}
+        return (sum(grown.values()) + added * sum(grown[each[0]] for each in self._last_block)) * itemsize
+
+    def padded(self, origin: str, padding: Padding) -> Tensor:
+        """Returns a tensor of the small model, padded."""
+        weight = exactly(self.small.weights.fetch([origin])[origin], self.dtype, f"'{self.small.path}'")
+        return padding(weight, self.small.rule(origin))
 
     def tensors(self, padding: Padding) -> Iterator[tuple[str, Tensor]]:
         """Yields every tensor with its name, on the device of `padding`."""
-        weights, path = self.small.weights, self.small.path
+        if self.recurrent is not None:
+            yield from self.recurrent.tensors(self, padding)
+            return
         for key, origin in self.origins.items():
-            rule = self.small.rule(origin)
-            padded = padding(exactly(weights.fetch([origin])[origin], self.dtype, f"'{path}'"), rule)
-            if rule.is_written and key != origin:
-                # Matrices all differ: engines that store equal constants once would read less than for a real model.
-                is_faint = padding.fill == "random" and padded.is_floating_point()
-                padded = padded.normal_(0, _FAINT, generator=padding.generator) if is_faint else padded.zero_()
+            padded = self.padded(origin, padding)
+            if self.small.rule(origin).is_written and key != origin:
+                padding.silence(padded)
             yield key, padded
 
     def write(self, new: Path, padding: Padding, on_tensor: Callable[[], None]) -> None:
@@ -266,15 +299,25 @@ class PaddedModel:
 
         Raises `ConfigError` when the dtype cannot hold the model's numbers, `OSError` when a file cannot be written.
         """
-        shards, tensors = self._shards(), self.tensors(padding)
+        shards: list[list[str]] = []
+        shard: dict[str, Tensor] = {}
+
+        def end_shard() -> None:
+            shards.append(list(shard))
+            write_weights(new / f"{len(shards)}.safetensors", shard)
+            shard.clear()
+
+        for key, tensor in self.tensors(padding):
+            if shard and sum(each.numel() for each in shard.values()) + tensor.numel() > _SHARD_SIZE:
+                end_shard()
+            shard[key] = tensor.cpu()
+            on_tensor()
+        end_shard()
         files: dict[str, str] = {}
         for number, keys in enumerate(shards, start=1):
             name = _WEIGHTS if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
-            shard = {}
-            for key, tensor in islice(tensors, len(keys)):
-                shard[key], files[key] = tensor.cpu(), name
-                on_tensor()
-            write_weights(new / name, shard)
+            (new / f"{number}.safetensors").rename(new / name)
+            files |= dict.fromkeys(keys, name)
         if len(shards) > 1:
             index = {"metadata": {}, "weight_map": files}
             (new / f"{_WEIGHTS}.index.json").write_text(json.dumps(index, indent=1) + "\n", encoding="utf-8")
@@ -287,22 +330,14 @@ class PaddedModel:
                 shutil.copyfile(path, new / path.name)
         write_config(new, self._config())
 
-    def _num_elements(self, origin: str) -> int:
-        return prod(self.small.weights.shapes[origin]) * int(self.factor ** len(self.small.rule(origin).axes))
-
-    def _shards(self) -> list[list[str]]:
-        shards: list[list[str]] = [[]]
-        size = 0
-        for key, origin in self.origins.items():
-            more = self._num_elements(origin)
-            if size and size + more > _SHARD_SIZE:
-                shards.append([])
-                size = 0
-            shards[-1].append(key)
-            size += more
-        return shards
-
     def _config(self) -> dict[str, Any]:
+        config = self._llama_config() if self.recurrent is None else self.recurrent.config(self.num_layers)
+        if self.dtype is not None:
+            name = str(self.dtype).removeprefix("torch.")
+            config |= {key: name for key in ("dtype", "torch_dtype") if key in config}
+        return config | {TWIN_KEY: self.record.values}
+
+    def _llama_config(self) -> dict[str, Any]:
         old = self.small.config
         config = dict(old)
         config |= {key: old[key] * self.factor for key in _SIZES if old.get(key) is not None}
@@ -310,14 +345,10 @@ class PaddedModel:
             "head_dim": old.get("head_dim") or self.small.hidden_size // old["num_attention_heads"],
             "num_hidden_layers": self.num_layers,
             "rms_norm_eps": old.get("rms_norm_eps", 1e-6) / self.factor,
-            TWIN_KEY: self.record.model_dump(mode="json"),
         }
         if old.get("layer_types"):
             added = self.num_layers - self.small.num_layers
             config["layer_types"] = [*old["layer_types"], *old["layer_types"][-1:] * added]
-        if self.dtype is not None:
-            name = str(self.dtype).removeprefix("torch.")
-            config |= {key: name for key in ("dtype", "torch_dtype") if key in old}
         return config
 
 
@@ -334,160 +365,3 @@ def fingerprint(path: Path, name: str) -> TargetFingerprint:
         num_layers=config["num_hidden_layers"],
         weights=lm_head_hash(lm_head),
     )
-
-
-Rules = dict[str, Rule]
-
-
-def padded_head(
-    checkpoint: HeadCheckpoint, padding: Padding, record: TwinRecord, target: TargetFingerprint
-) -> HeadCheckpoint:
-    """Returns a head for the twin of its target, with the same drafts; raises `ConfigError` for one without a twin."""
-    config: Any = checkpoint.config
-    if config.method not in _METHODS:
-        raise ConfigError(f"heads of method '{config.method}' have no twin. Expected others. Name them with --heads.")
-    rules_of, sizes_of = _METHODS[config.method]
-    rules = rules_of(config)
-    weights = {}
-    for key, tensor in checkpoint.weights.items():
-        rule = rules[key] if key in rules else rules[re.sub(r"\.\d+\.", ".", key)]  # one rule for all numbers
-        weights[key] = padding(tensor, rule).cpu()
-    sizes = {"hidden_size": config.hidden_size * padding.factor, **sizes_of(config, padding.factor)}
-    if isinstance(config, SpireConfig):
-        sizes["target_layers"] = record.layers
-    return replace(
-        checkpoint,
-        config=type(config).model_validate(config.model_dump() | sizes),
-        weights=weights,
-        target=target,
-        notes={**checkpoint.notes, TWIN_KEY: record.model_dump(mode="json")},
-    )
-
-
-def _medusa(_: Any) -> Rules:
-    return {"weight": _WRITES, "bias": _WRITES_LAST, "lm_head": _READS_LAST, "token_map": _SAME}
-
-
-def _hydra(config: Any) -> Rules:
-    """As `_medusa`, but first blocks read several vectors side by side, and a decoder block may come before them."""
-    rules: Rules = {
-        "weight": _WRITES,
-        "bias": _WRITES_LAST,
-        "lm_heads.weight": _READS_LAST,
-        "lm_heads.bias": _SAME,
-        **{f"first.{part}.bias": _WRITES_LAST for part in ("linear", "residual")},
-        **_decoder_block("prefix"),
-        "prefix.norm": _NORM,
-    }
-    for head in range(config.num_heads):
-        block = Rule(axes=(-2, -1), is_written=True, parts=head + 2)
-        rules |= {f"first.{head}.{part}.weight": block for part in ("linear", "residual")}
-    return rules
-
-
-def _decoder_block(name: str, read_parts: int = 1) -> Rules:
-    """Rules of a decoder block; read_parts: vectors side by side that its attention reads."""
-    attention = ("q_proj", "k_proj", "v_proj")
-    return {
-        **{f"{name}.{part}.weight": Rule(axes=(-2, -1), parts=read_parts) for part in attention},
-        **{f"{name}.{part}.bias": _READS_LAST for part in attention},
-        **{f"{name}.{part}.weight": _READS for part in ("gate_proj", "up_proj")},
-        **{f"{name}.{part}.weight": _WRITES for part in ("o_proj", "down_proj")},
-        **{f"{name}.{part}": _NORM for part in ("input_norm", "side_norm", "post_attention_norm")},
-    }
-
-
-def _decoder_block_sizes(config: LayerConfig, factor: int) -> dict[str, Any]:
-    """Sizes of a decoder block (attention heads keep their size), and the epsilon of all its norms."""
-    sizes = config.model_dump()
-    counts = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
-    return {
-        **sizes,
-        **{key: sizes[key] * factor for key in counts},
-        "rms_norm_eps": sizes["rms_norm_eps"] / factor,
-    }
-
-
-def _eagle(_: Any) -> Rules:
-    """A layer that fuses embedding and feature, and a decoder block; the target's LM head reads its output."""
-    fused = {"fc.weight": Rule(axes=(-2, -1), is_written=True, parts=2), "fc.bias": _WRITES_LAST}
-    return {**fused, **_decoder_block("layer")}
-
-
-def _eagle_sizes(config: Any, factor: int) -> dict[str, Any]:
-    return {"layer": _decoder_block_sizes(config.layer, factor)}
-
-
-def _eagle3(config: Any) -> Rules:
-    """A layer that fuses the taps, a decoder block that reads the embedding beside the state, and an LM head.
-
-    The twin's residual stream has the same numbers at every boundary, followed by zeros; its further blocks come last.
-    So features are the target's, followed by zeros, at the same boundaries.
-    """
-    taps = len(config.boundaries)
-    return {
-        "fc.weight": Rule(axes=(-2, -1), is_written=True, parts=taps),
-        "feature_norm": Rule(axes=(-1,), is_scaled_down=True, parts=taps),
-        **dict.fromkeys(("feature_norms", "state_norm", "norm"), _NORM),
-        **_decoder_block("layer", read_parts=2),
-        "lm_head.weight": _READS_LAST,
-        "embedding": _WRITES_LAST,
-        "token_map": _SAME,
-    }
-
-
-def _eagle3_sizes(config: Any, factor: int) -> dict[str, Any]:
-    width = config.draft_hidden_size
-    return {**_eagle_sizes(config, factor), "draft_hidden_size": None if width is None else width * factor}
-
-
-def _falcon(_: Any) -> Rules:
-    """LSTM layers (new cells stay zero) and a decoder block; the target's LM head reads its output."""
-    gates: Rules = {}
-    for layer in range(NUM_LAYERS):
-        for source, parts in (("ih", 1 if layer else 2), ("hh", 1)):
-            gates[f"lstm.weights.weight_{source}_l{layer}"] = Rule(
-                axes=(-2, -1), is_written=True, parts=parts, row_parts=4
-            )
-            gates[f"lstm.weights.bias_{source}_l{layer}"] = Rule(axes=(-1,), is_written=True, parts=4)
-    return {**gates, **_decoder_block("layer")}
-
-
-def _spire(_: Any) -> Rules:
-    """Decoder blocks, and with feedback a norm and projections of memories; features as in `_eagle3`.
-
-    The number of blocks stays, as `foretoken train spire` has two of any target. Kept blocks keep their numbers.
-    """
-    memory = {**_decoder_block("memory"), "memory.norm": _NORM, "memory.mix": _SAME}
-    return {**_decoder_block("layers"), **memory}
-
-
-def _mlp_speculator(config: Any) -> Rules:
-    """A recurrence over sums that a norm reads.
-
-    The scale of a token's embedding grows with the root of the inner width, so the embeddings shrink. A scaled feature
-    grows by that root, so its projection shrinks.
-    """
-    rules = {
-        "embeddings.weight": Rule(axes=(-1,), is_written=True, is_scaled_down=True),
-        "projections.weight": _WRITES,
-        "lm_heads.weight": _READS_LAST,
-        "norms.weight": _NORM,
-        "norms.bias": _WRITES_LAST,
-    }
-    first = Rule(axes=(-2, -1), is_written=True, is_scaled_down=config.scale_input)
-    return rules | {"projections.0.weight": first}
-
-
-_METHODS: dict[str, tuple[Callable[[Any], Rules], Callable[[Any, int], dict[str, Any]]]] = {
-    "eagle": (_eagle, _eagle_sizes),
-    "eagle3": (_eagle3, _eagle3_sizes),
-    "falcon": (_falcon, _eagle_sizes),
-    "medusa": (_medusa, lambda *_: {}),  # no size but the hidden size
-    "spire": (_spire, _eagle_sizes),
-    "hydra": (_hydra, lambda c, factor: {"prefix": _decoder_block_sizes(c.prefix, factor)} if c.prefix else {}),
-    "mlp_speculator": (
-        _mlp_speculator,
-        lambda c, factor: {"inner_dim": c.inner_dim * factor, "rms_norm_eps": c.rms_norm_eps / factor},
-    ),
-}

@@ -371,6 +371,10 @@ def twin(
     hidden_size: Annotated[
         int, typer.Option(min=1, help="Hidden size of the twin: the model's times a power of four.")
     ] = 1024,
+    recurrent: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="Further layers of a hybrid: qwen3_5, lfm2 or bamba. Default: the model's."),
+    ] = None,
     heads: Annotated[
         list[Path] | None, typer.Option(help="Directory of a head; may be repeated. Default: all beside MODEL.")
     ] = None,
@@ -395,6 +399,9 @@ def twin(
     and draft heads grow by one power of four. The draft model grows too, also in depth, so that its share of a pass
     stays the same.
 
+    With --recurrent the twin is a hybrid: the further layers are recurrent ones, of the sizes that Qwen3.5, LFM2 or
+    Bamba (Mamba2) have at this hidden size. Qwen3.5 has three of them for each layer of attention.
+
     Then original and twin are compared: logits over bundled text, greedy text, and every drafter's proposals. A twin in
     OUT is replaced.
     """
@@ -416,7 +423,14 @@ def twin(
             f"'{model}' has no tokenizer. Expected tokenizer files, for the text that twins are tested on."
         )
     plan = TwinPlan(
-        model=directory, out=out, num_layers=layers, hidden_size=hidden_size, heads=heads, seed=seed, **choices
+        model=directory,
+        out=out,
+        num_layers=layers,
+        hidden_size=hidden_size,
+        recurrent=recurrent,
+        heads=heads,
+        seed=seed,
+        **choices,
     )
     begin = time.perf_counter()
     with ProgressBar("tensors") as on_progress:

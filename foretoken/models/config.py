@@ -57,11 +57,18 @@ class TwinRecord(BaseModel):
     of: str = Field(min_length=1)
     layers: int = Field(ge=1)
     hidden_size: int = Field(ge=1)
+    recurrent: str | None = None  # kind of the further layers; None: as the model's
 
     @property
     def label(self) -> str:
         """For example "24 x 1024 of tinycode"."""
-        return f"{self.layers} x {self.hidden_size} of {self.of}"
+        kind = "" if self.recurrent is None else f" ({self.recurrent})"
+        return f"{self.layers} x {self.hidden_size}{kind} of {self.of}"
+
+    @property
+    def values(self) -> dict[str, Any]:
+        """The record in a configuration or in a head's notes."""
+        return self.model_dump(mode="json", exclude_none=True)
 
     def __str__(self) -> str:
         return f"cost twin {self.label}"

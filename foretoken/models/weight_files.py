@@ -155,6 +155,11 @@ def _wanted_shapes(config: Any) -> Shapes:
     return {} if module is None else untied_shapes(module)
 
 
+def described_shapes(values: Mapping[str, Any]) -> Shapes:
+    """Returns the shapes of a model's weights by the contents of its config.json; none if it cannot be built."""
+    return _wanted_shapes(transformers.AutoConfig.for_model(**values))
+
+
 def meta_model(config: Any) -> nn.Module | None:
     """Builds a model on the device "meta"; None if its architecture cannot be built."""
     try:
