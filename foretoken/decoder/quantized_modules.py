@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from foretoken.core.checks import require
 from foretoken.core.errors import ModelError
 from foretoken.decoder.memory import SHARED_PAGES
-from foretoken.decoder.panels import whole_panels
+from foretoken.decoder.panels import PANEL, whole_panels
 from foretoken.decoder.quantized import SCALES, Quantization, QuantizedMatrix, quantized
 
 if TYPE_CHECKING:
@@ -112,11 +112,12 @@ def embedding_table(embedding: Any) -> tuple[Tensor | QuantizedMatrix, float]:
     return table, 1.0 if scale is None else float(scale)
 
 
-def stacked(parts: Sequence[QuantizedMatrix]) -> QuantizedMatrix:
+def stacked(parts: Sequence[QuantizedMatrix], panels: Tensor | None = None) -> QuantizedMatrix:
     """Returns matrices one below another, each filled up with rows of zeros to `whole_panels`.
 
     Args:
         parts: Of the same number of inputs, and alike in bits, groups, offsets, order and rounding of inputs.
+        panels: (panels,) int64, those of the result in another order; None for their own.
 
     Raises:
         ValueError: If they differ.
@@ -128,12 +129,15 @@ def stacked(parts: Sequence[QuantizedMatrix]) -> QuantizedMatrix:
         for each in parts
         if each.row_scales is not None
     ]
-    scales: dict[str, Any] = {name: _joined([getattr(each, name) for each in parts]) for name in SCALES}
+    scales: dict[str, Any] = {name: _joined([getattr(each, name) for each in parts], panels) for name in SCALES}
+    row_scales = torch.cat(rows) if rows else None
+    if row_scales is not None and panels is not None:
+        row_scales = row_scales.view(-1, PANEL)[panels].flatten()
     return replace(
         first,
-        numbers=SHARED_PAGES.copy(torch.cat([each.numbers for each in parts])),
+        numbers=_joined([each.numbers for each in parts], panels),
         num_outputs=sum(whole_panels(each.num_outputs) for each in parts),
-        row_scales=torch.cat(rows) if rows else None,
+        row_scales=row_scales,
         **scales,
     )
 
@@ -146,11 +150,14 @@ def _kind(matrix: QuantizedMatrix) -> tuple[Any, ...]:
     return matrix.bits, matrix.num_inputs, matrix.group, matrix.dtype, matrix.offsets_are_lowest, order, parts, rounding
 
 
-def _joined(scales: list[Tensor | None]) -> Tensor | None:
-    found = [each for each in scales if each is not None]
+def _joined(parts: list[Tensor | None], panels: Tensor | None) -> Any:
+    found = [each for each in parts if each is not None]
     if len({each.dtype for each in found}) > 1:  # all in half precision, or none
         found = [each.float() for each in found]
-    return SHARED_PAGES.copy(torch.cat(found)) if found else None
+    if not found:
+        return None
+    joined = torch.cat(found)
+    return SHARED_PAGES.copy(joined if panels is None else joined[panels])
 
 
 def quantized_parts(weight: Tensor, parts: int, quantization: Quantization, *, dtype: torch.dtype) -> QuantizedMatrix:

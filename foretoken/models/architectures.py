@@ -215,11 +215,13 @@ _DELTA_NET = {
     "ssm_out": "linear_attn.out_proj", "post_attention_norm": "post_attention_layernorm",
 }  # fmt: skip
 _DELTA_NET_WEIGHTS = {"ssm_a": "linear_attn.A_log", "ssm_dt.bias": "linear_attn.dt_bias"}
+_QWEN3_NEXT = _DELTA_NET | {"ssm_ba": "linear_attn.in_proj_ba", "ssm_in": "linear_attn.in_proj_qkvz"}  # the latter once
 _SHARED_EXPERT = {f"ffn_{part}_shexp": f"mlp.shared_expert.{part}_proj" for part in ("gate", "up", "down")} | {
     "ffn_gate_inp_shexp": "mlp.shared_expert_gate"
 }
 _SSM_KEYS = tuple(f"ssm.{key}" for key in ("conv_kernel", "state_size", "group_count", "time_step_rank", "inner_size"))
-_DELTA_NET_KEYS = (*_SSM_KEYS, "attention.recurrent_layers", "full_attention_interval", "rope.dimension_sections")
+_QWEN3_NEXT_KEYS = (*_SSM_KEYS, "attention.recurrent_layers", "full_attention_interval")
+_DELTA_NET_KEYS = (*_QWEN3_NEXT_KEYS, "rope.dimension_sections")
 ARCHITECTURES = {
     "llama": Architecture("LlamaForCausalLM", LeanArchitecture(), GgufArchitecture(
         "llama", switches=_BIASES, is_permuted=True, has_own_head_dim=True, is_lean=True), is_plain=True),
@@ -289,7 +291,10 @@ ARCHITECTURES = {
         "qwen35moe", _DELTA_NET | _EXPERTS | _SHARED_EXPERT | {"ffn_gate_inp": "mlp.gate"},
         own_weights=_DELTA_NET_WEIGHTS, norm_offset=1.0, has_own_head_dim=True,
         keys=(*_DELTA_NET_KEYS, "expert_shared_feed_forward_length"))),
-    "qwen3_next": Architecture("Qwen3NextForCausalLM", _GATED_DELTA),
+    "qwen3_next": Architecture("Qwen3NextForCausalLM", _GATED_DELTA, GgufArchitecture(
+        "qwen3next", _QWEN3_NEXT | _EXPERTS | _SHARED_EXPERT | {"ffn_gate_inp": "mlp.gate"},
+        own_weights=_DELTA_NET_WEIGHTS, norm_offset=1.0, has_own_head_dim=True,
+        keys=(*_QWEN3_NEXT_KEYS, "expert_shared_feed_forward_length"))),
     "olmo_hybrid": Architecture("OlmoHybridForCausalLM", replace(_OLMO, mixer="linear_attn", mixer_norms=_NORMS)),
     "lfm2": Architecture("Lfm2ForCausalLM", _CONVOLUTIONS, GgufArchitecture(
         "lfm2", _LFM2, outer=_LFM2_NORM, epsilon=_LFM2_EPSILON, keys=_LFM2_KEYS)),

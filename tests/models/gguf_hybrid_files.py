@@ -18,7 +18,7 @@ from models.gguf_files import blocks as blocks_of
 
 _ARCHITECTURES = {
     "qwen3_5_text": "qwen35", "qwen3_5_moe_text": "qwen35moe",
-    "lfm2": "lfm2", "lfm2_moe": "lfm2moe", "granitemoehybrid": "granitehybrid",
+    "qwen3_next": "qwen3next", "lfm2": "lfm2", "lfm2_moe": "lfm2moe", "granitemoehybrid": "granitehybrid",
     "bamba": "granitehybrid", "falcon_h1": "falcon-h1", "nemotron_h": "nemotron_h",
 }  # fmt: skip
 # Where transformers joins tensors, or has other names than the checkpoints that are converted.
@@ -29,6 +29,7 @@ _OWN_NAMES = {
     "feed_forward.expert_bias": ("exp_probs_b.bias",),
     "block_sparse_moe.router.weight": ("ffn_gate_inp.weight",),
     "shared_mlp.input_linear.weight": ("ffn_gate{}.weight", "ffn_up{}.weight"),
+    "in_proj_qkvz.weight": ("attn_qkv.weight", "attn_gate.weight"),
     "shared_mlp.output_linear.weight": ("ffn_down{}.weight",),
 }
 _IN_FLOATS = (".ssm_conv1d.", ".shortconv.conv.", ".ssm_norm.", ".ssm_a.", ".ssm_d.", ".ffn_gate_inp")
@@ -112,8 +113,8 @@ def _moved(key: str, weight: torch.Tensor, config: Any) -> list[torch.Tensor]:
     """The entries of a weight where a file has them, in one tensor or two."""
     if key.endswith("gate_up_proj"):
         return [each.contiguous() for each in weight.chunk(2, 1)]
-    if key.endswith("shared_mlp.input_linear.weight"):
-        return list(weight.chunk(2))
+    if key.endswith(("shared_mlp.input_linear.weight", "in_proj_qkvz.weight")):
+        return list(weight.chunk(2)) if "shared_mlp" in key else _apart(weight, config)
     if ".conv" in key and weight.ndim == 3:
         weight = weight.squeeze(1)
     if config.model_type in ("granitemoehybrid", "bamba") and key.endswith(("q_proj.weight", "k_proj.weight")):
@@ -127,12 +128,22 @@ def _moved(key: str, weight: torch.Tensor, config: Any) -> list[torch.Tensor]:
     return [_tiled(key, weight, config)]
 
 
+def _apart(weight: torch.Tensor, config: Any) -> list[torch.Tensor]:
+    """As `Qwen3NextModel` of conversion/qwen.py: all queries, keys and values; and the gates."""
+    width = config.linear_num_value_heads // config.linear_num_key_heads * config.linear_value_head_dim
+    sizes = [config.linear_key_head_dim, config.linear_key_head_dim, width, width]
+    heads = [head.split(sizes) for head in weight.chunk(config.linear_num_key_heads)]
+    query, key, value, gate = (torch.cat(each) for each in zip(*heads, strict=True))
+    return [torch.cat([query, key, value]), gate]
+
+
 def _tiled(key: str, weight: torch.Tensor, config: Any) -> torch.Tensor:
     """As `_LinearAttentionVReorderBase` of conversion/qwen.py: the heads of values in another order.
 
     The first one of each head of keys, then the second ones, and so on.
     """
-    if ".linear_attn." not in key or config.linear_num_key_heads == config.linear_num_value_heads:
+    is_other = ".linear_attn." not in key or config.model_type == "qwen3_next"
+    if is_other or config.linear_num_key_heads == config.linear_num_value_heads:
         return weight
     part = key.split(".linear_attn.")[1].removesuffix(".weight")
     heads, width = config.linear_num_value_heads, config.linear_value_head_dim
@@ -151,7 +162,7 @@ def _tiled(key: str, weight: torch.Tensor, config: Any) -> torch.Tensor:
 def _computed(key: str, weight: torch.Tensor, config: Any) -> torch.Tensor:
     if key.endswith("A_log"):
         return -torch.exp(weight)
-    is_offset = config.model_type.startswith("qwen3_5") and key.endswith("norm.weight")
+    is_offset = config.model_type.startswith("qwen3_") and key.endswith("norm.weight")
     return weight + 1 if is_offset and not key.endswith("linear_attn.norm.weight") else weight
 
 
@@ -208,7 +219,8 @@ def _lfm2_moe(writer: gguf.GGUFWriter, config: Any) -> None:
 def _qwen35(writer: gguf.GGUFWriter, config: Any) -> None:
     _write_head_dim(writer, config.head_dim)
     writer.add_rope_dimension_count(int(config.head_dim * config.rope_parameters["partial_rotary_factor"]))
-    writer.add_rope_dimension_sections([11, 11, 10, 0])
+    if config.model_type != "qwen3_next":
+        writer.add_rope_dimension_sections([11, 11, 10, 0])
     inner = config.linear_num_value_heads * config.linear_value_head_dim
     _write_states(
         writer, config.linear_conv_kernel_dim, config.linear_key_head_dim, config.linear_num_key_heads,
@@ -290,6 +302,7 @@ def _write_states(writer: gguf.GGUFWriter, kernel: int, state: int, groups: int,
 
 _HEADERS = {
     "lfm2": _lfm2, "lfm2_moe": _lfm2_moe, "qwen3_5_text": _qwen35, "qwen3_5_moe_text": _qwen35moe,
+    "qwen3_next": _qwen35moe,
     "granitemoehybrid": _granite, "bamba": _bamba,
     "falcon_h1": _falcon_h1, "nemotron_h": _nemotron_h,
 }  # fmt: skip

@@ -19,9 +19,14 @@ from transformers import AutoModelForCausalLM
 from foretoken import LLM, SamplingParams
 from foretoken.models.loading import load_model
 from foretoken.models.stored.gguf import open_gguf
+from foretoken.models.stored.gguf_file import read_gguf
+from models import gguf_hybrid_files
 
 _TYPES = ["linear_attention", "full_attention", "linear_attention"]
 _ROPE = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
+_EXPERTS = {
+    "head_dim": 16, "rope_parameters": _ROPE, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 64,
+}  # fmt: skip
 _MAMBA = {"mamba_d_head": 16}
 _GRANITE = _MAMBA | {
     "shared_intermediate_size": 32, "embedding_multiplier": 2.0, "logits_scaling": 3.0, "residual_multiplier": 0.5,
@@ -48,12 +53,12 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "layer_types": ["linear_attention"] * 3 + ["full_attention"], "rope_parameters": _ROPE,
         },
     ),
-    "qwen35 with experts": (
-        "qwen3_5_moe", {
-            "head_dim": 16, "rope_parameters": _ROPE, "moe_intermediate_size": 32,
-            "shared_expert_intermediate_size": 64,
-        },
-    ),
+    "qwen35 with experts": ("qwen3_5_moe", _EXPERTS),
+    "qwen3next": ("qwen3_next", _EXPERTS),
+    "qwen3next of three values for each key": ("qwen3_next", _EXPERTS | {
+        "linear_num_value_heads": 6, "linear_key_head_dim": 16, "linear_value_head_dim": 32, "num_hidden_layers": 4,
+        "layer_types": ["linear_attention"] * 3 + ["full_attention"], "tie_word_embeddings": True,
+    }),
     # llama.cpp scales experts by nothing else.
     "lfm2moe": (
         "lfm2_moe", {"moe_intermediate_size": 32, "tie_word_embeddings": True, "routed_scaling_factor": 1.0},
@@ -147,10 +152,42 @@ def test_gate_and_up_that_transformers_joins_stay_in_integers(path: Path) -> Non
     assert linear not in open_gguf(path).linears
 
 
+@pytest.mark.parametrize(("sizes", "type_"), [(16, Type.Q8_0), (16, Type.Q4_K), (8, Type.Q8_0)])
+def test_rows_of_queries_values_and_gates_stay_in_integers_in_whole_panels(path: Path, sizes: int, type_: Type) -> None:
+    """The kernels' panels have 16 rows; where a head of keys has 8, the matrix is dense."""
+    heads = {"linear_key_head_dim": sizes, "linear_value_head_dim": 16, "linear_num_value_heads": 6}
+    model = random_model(tiny_config("qwen3_next", **SMALL | _EXPERTS | heads | {"hidden_size": 256}))
+    write_hybrid(
+        path, model, matrices=lambda name: type_ if name.endswith(("qkv.weight", "attn_gate.weight")) else Type.Q8_0
+    )
+    stored, linear = open_gguf(path), "model.layers.0.linear_attn.in_proj_qkvz"
+    weight = model.get_submodule(linear).weight
+    if sizes == 16:
+        assert torch.equal(stored.matrix(linear, torch.float32).dequantized(), weight)
+    else:
+        assert linear not in stored.linears
+        assert torch.equal(stored.dense(torch.float32)[f"{linear}.weight"], weight)
+    same_logits(path, model)
+
+
+@pytest.mark.parametrize("type_", [Type.F32, Type.Q8_0])
+def test_older_files_have_queries_values_and_gates_as_transformers(
+    path: Path, type_: Type, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(gguf_hybrid_files._OWN_NAMES, "in_proj_qkvz.weight", ("ssm_in.weight",))
+    monkeypatch.setattr(gguf_hybrid_files, "_apart", lambda weight, config: [weight])
+    model = written(path, "qwen3next", type_)
+    assert "blk.0.ssm_in.weight" in read_gguf(path).tensors
+    same_logits(path, model)
+
+
 @pytest.mark.parametrize(
     "name",
-    ["lfm2", "qwen35", "qwen35 with experts", "lfm2moe", "granite with experts", "bamba", "falcon-h1", "nemotron_h"],
-)
+    [
+        "lfm2", "qwen35", "qwen35 with experts", "qwen3next", "lfm2moe", "granite with experts", "bamba", "falcon-h1",
+        "nemotron_h",
+    ],
+)  # fmt: skip
 def test_text_with_drafts_is_the_files_models(path: Path, name: str) -> None:
     model, prompt = written(path, name, Type.Q8_0), [5, 6, 7, 8, 5, 6]
     config = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1}
@@ -221,6 +258,13 @@ def test_what_a_file_leaves_out_is_as_llama_cpp_takes_it(path: Path) -> None:
         *((name, {f"ssm.{key}": None}, f"lacks {name}.ssm.{key}.") for name in ("qwen35", "nemotron_h") for key in (
             "conv_kernel", "state_size", "group_count", "time_step_rank", "inner_size",
         )),
+        ("qwen3next", {"rope.dimension_sections": [3, 3, 2]}, "has qwen3next.rope.dimension_sections, which may"),
+        ("qwen3next", {"ssm.group_count": 3}, "has 3 heads of keys, 4 of values and"),
+        ("qwen3next", {"ssm.time_step_rank": 8}, "blk.0.ssm_ba.weight is [8, 64] instead of [16, 64]"),
+        ("qwen3next", {"ssm.state_size": 32}, "blk.0.attn_qkv.weight is"),
+        ("qwen3next", {"ssm.state_size": 1 << 28}, "blk.0.attn_qkv.weight is [96, 64] instead of ["),
+        ("qwen3next", {"expert_count": 1 << 28}, "ffn_down_exps.weight is [4, 64, 32] instead of [268435456, 64, 32]"),
+        ("qwen3next", {"expert_count": 0}, "has no experts. Expected some"),
         ("qwen35 with experts", {"expert_shared_feed_forward_length": None}, "lacks qwen35moe.expert_shared_feed"),
         ("lfm2moe", {"expert_gating_func": 1}, "does not take experts by sigmoid. Expected expert_gating_func 2."),
         ("lfm2moe", {"leading_dense_block_count": 2}, "blk.1.exp_probs_b.bias is not used"),
@@ -245,6 +289,8 @@ def test_settings_that_are_refused(path: Path, name: str, values: dict[str, Any]
         ("granite with experts", "blk.0.ffn_up_shexp.weight", "model.layers.0.shared_mlp.up_proj.weight is missing"),
         ("falcon-h1", "blk.0.ffn_norm", "model.layers.0.pre_ff_layernorm.weight is missing"),
         ("nemotron_h", "blk.0.ssm_d", "model.layers.0.mixer.D is missing"),
+        ("qwen3next", "blk.0.attn_gate.weight", "model.layers.0.linear_attn.in_proj_z.weight is missing"),
+        ("qwen3next", "blk.0.ssm_ba.weight", "model.layers.0.linear_attn.in_proj_ba.weight is missing"),
         ("lfm2", "blk.0.shortconv.conv.weight", "model.layers.0.conv.conv.weight is missing"),
         ("qwen35", "blk.0.ssm_a", "model.layers.0.linear_attn.A_log is missing"),
         ("qwen35", "blk.2.ssm_dt.bias", "model.layers.2.linear_attn.dt_bias is missing"),

@@ -33,7 +33,7 @@ from foretoken.models.architectures import ARCHITECTURES, GgufArchitecture, Lean
 from foretoken.models.stored import PARTS, StoredModel, experts_of, label_of_inputs
 from foretoken.models.stored.gguf_config import BLOCK, LONG_ROPE_FACTORS, ROPE_FACTORS, Settings, read_settings, refusal
 from foretoken.models.stored.gguf_file import GgufFile, read_gguf
-from foretoken.models.stored.gguf_hybrids import logarithms, stored_shape
+from foretoken.models.stored.gguf_hybrids import half_rows, halves_of, joined_order, logarithms, stored_shape
 from foretoken.models.stored.gguf_tokenizer import build_tokenizer, read_vocabulary
 from foretoken.models.weight_files import meta_model, untied_shapes
 
@@ -46,7 +46,6 @@ if TYPE_CHECKING:
 _EMBEDDING = "model.embed_tokens"
 _OUTER = {"token_embd": _EMBEDDING, "output_norm": "model.norm", "output": "lm_head"}
 _EXPERTS = re.compile(r"(.*\.experts)\.(?:gate|up|down)_proj\.(weight|bias)")  # all of a layer
-_HALF = re.compile(r"(.*\.shared_mlp)\.(?:gate|up)_proj\.weight")  # of `input_linear`
 _BIASES = {
     "attention_bias": ("attn_q", "attn_k", "attn_v", "attn_output"), "mlp_bias": ("ffn_gate", "ffn_up", "ffn_down"),
 }  # fmt: skip
@@ -74,8 +73,9 @@ def stored_model(settings: Settings) -> StoredModel:
         config.tie_word_embeddings = False
         names["lm_head.weight"] = "token_embd.weight"
     module = _checked_module(settings, config, names)
-    shapes, halves = untied_shapes(module), _halves(names)
-    in_integers = _in_integers(file, module, names, halves)
+    shapes = untied_shapes(module)
+    halves = halves_of(shapes, names)
+    in_integers = _in_integers(settings, module, names, halves)
     has_rows = embedding is not None and embedding.is_quantized and is_plain_embedding(module.get_submodule(table))
     in_integers |= {table: (f"{table}.weight",)} if has_rows else {}
     kept = set(chain.from_iterable(in_integers.values()))
@@ -84,13 +84,17 @@ def stored_model(settings: Settings) -> StoredModel:
         expert = None if experts_of(part) is None else int(part.rsplit(".", 2)[1])
         own = [names[key] for key in in_integers[part]]
         parts = [file.matrix(name, dtype, settings.row_order(name), part=expert) for name in own]
-        found, order = parts[0] if len(parts) == 1 else stacked(parts), settings.column_order(own[0])
-        return found if order is None else replace(found, input_order=order.argsort().int())
+        if len(parts) > 1:
+            rows = joined_order(settings.fields, part)
+            return stacked(parts, None if rows is None else _panels(rows))
+        order = settings.column_order(own[0])
+        return parts[0] if order is None else replace(parts[0], input_order=order.argsort().int())
 
     def dense(dtype: torch.dtype) -> dict[str, Tensor]:
         tensors = {key: _restored(settings, name).to(dtype) for key, name in names.items() if key not in kept}
         for linear in halves.keys() - in_integers.keys():
-            tensors[f"{linear}.weight"] = torch.cat([tensors.pop(key) for key in halves[linear]])
+            both, order = torch.cat([tensors.pop(key) for key in halves[linear]]), joined_order(settings.fields, linear)
+            tensors[f"{linear}.weight"] = both if order is None else both[order]
         tensors |= {key: tensors[key].view(shapes[key]) for key in tensors.keys() & shapes.keys()}
         for owner, kind in sorted({match.groups() for key in tensors if (match := _EXPERTS.fullmatch(key))}):
             keys = [f"{owner}.{part}.{kind}" for part in PARTS]
@@ -105,18 +109,16 @@ def stored_model(settings: Settings) -> StoredModel:
     )  # fmt: skip
 
 
-def _halves(names: dict[str, str]) -> dict[str, tuple[str, ...]]:
-    """Returns gate and up of each linear layer that has both in transformers."""
-    owners = sorted({match[1] for key in names if (match := _HALF.fullmatch(key))})
-    return {f"{owner}.input_linear": (f"{owner}.gate_proj.weight", f"{owner}.up_proj.weight") for owner in owners}
-
-
 def _in_integers(
-    file: GgufFile, module: nn.Module, names: dict[str, str], halves: dict[str, tuple[str, ...]]
+    settings: Settings, module: nn.Module, names: dict[str, str], halves: dict[str, tuple[str, str]]
 ) -> dict[str, tuple[str, ...]]:
     """Returns the tensors of each linear layer that stays in integers; experts apart."""
-    stored = {key: file.tensors[name] for key, name in names.items()}
-    found = {linear: keys for linear, keys in halves.items() if _can_be_stacked([stored[key] for key in keys])}
+    stored = {key: settings.file.tensors[name] for key, name in names.items()}
+    found: dict[str, tuple[str, ...]] = {
+        linear: keys
+        for linear, keys in halves.items()
+        if _can_be_stacked([stored[key] for key in keys], joined_order(settings.fields, linear))
+    }
     for linear, part in module.named_modules():
         key = f"{linear}.weight"
         if type(part) is nn.Linear and key in stored and stored[key].is_quantized:
@@ -128,10 +130,17 @@ def _in_integers(
     return found
 
 
-def _can_be_stacked(parts: list[StoredTensor]) -> bool:
-    """Decides whether matrices can be one in integers: of one type, and without rows between them."""
-    types = {each.type_name for each in parts}
-    return len(types) == 1 and parts[0].is_quantized and all(each.shape[0] % PANEL == 0 for each in parts)
+def _can_be_stacked(parts: list[StoredTensor], order: Tensor | None) -> bool:
+    """Decides whether matrices can be one in integers: of one type, in whole panels of rows."""
+    types, is_whole = {each.type_name for each in parts}, all(each.shape[0] % PANEL == 0 for each in parts)
+    if len(types) > 1 or not parts[0].is_quantized or not is_whole:
+        return False
+    return order is None or torch.equal(order.view(-1, PANEL), PANEL * _panels(order)[:, None] + torch.arange(PANEL))
+
+
+def _panels(order: Tensor) -> Tensor:
+    """Returns the order of panels for an order of rows that keeps them whole, (panels,) int64."""
+    return order[::PANEL] // PANEL
 
 
 def _label(file: GgufFile, names: Iterable[str]) -> str:
@@ -193,7 +202,7 @@ def _key(name: str, architecture: GgufArchitecture) -> str | None:
 
 def _checked_module(settings: Settings, config: Any, names: dict[str, str]) -> nn.Module:
     module, file = meta_model(config), settings.file
-    shapes = {} if module is None else _file_shapes(untied_shapes(module), settings)
+    shapes = {} if module is None else _file_shapes(untied_shapes(module), settings, names)
     wrong = [f"{key} is missing" for key in shapes if key not in names]
     wrong += [f"{name} is not used" for key, name in names.items() if key not in shapes]
     wrong += [
@@ -209,21 +218,23 @@ def _checked_module(settings: Settings, config: Any, names: dict[str, str]) -> n
     return module
 
 
-def _file_shapes(shapes: dict[str, tuple[int, ...]], settings: Settings) -> dict[str, tuple[int, ...]]:
+def _file_shapes(
+    shapes: dict[str, tuple[int, ...]], settings: Settings, names: dict[str, str]
+) -> dict[str, tuple[int, ...]]:
     """Returns the shapes of a model's weights as files have them."""
-    found: dict[str, tuple[int, ...]] = {}
+    found, halves = dict[str, tuple[int, ...]](), halves_of(shapes, names)
     for key, shape in shapes.items():
         owner, _, part = key.rpartition(".experts.")
         own = (shape[0], *reversed(shape[1:])) if settings.model_type == "gpt_oss" else shape
         kind = "bias" if part.endswith("_bias") else "weight"
         if part.startswith("gate_up_proj"):
-            halves = (own[0], own[1] // 2, *own[2:])
-            found |= {f"{owner}.experts.{each}.{kind}": halves for each in ("gate_proj", "up_proj")}
+            half = (own[0], own[1] // 2, *own[2:])
+            found |= {f"{owner}.experts.{each}.{kind}": half for each in ("gate_proj", "up_proj")}
         elif part.startswith("down_proj"):
             found[f"{owner}.experts.down_proj.{kind}"] = own
-        elif key.endswith(".shared_mlp.input_linear.weight"):
-            half = (shape[0] // 2, shape[1])
-            found |= {key.replace("input_linear", each): half for each in ("gate_proj", "up_proj")}
+        elif (linear := key.removesuffix(".weight")) in halves:
+            rows = half_rows(settings.fields, linear, shape[0])
+            found |= {half: (each, shape[1]) for half, each in zip(halves[linear], rows, strict=True)}
         else:
             found[key] = stored_shape(settings.fields, key, shape)
     return found

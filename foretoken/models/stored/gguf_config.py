@@ -313,7 +313,7 @@ def _mixture(values: Values, intermediate: int) -> dict[str, Any]:
         shared = values.size("expert_shared_feed_forward_length")
         return {"num_local_experts": count, "num_experts_per_tok": top_k, "shared_intermediate_size": shared}
     dense = {}
-    if values.name == "qwen35moe":
+    if values.name in ("qwen35moe", "qwen3next"):
         dense["shared_expert_intermediate_size"] = values.size("expert_shared_feed_forward_length")
     if values.name == "lfm2moe":
         if values.value("expert_gating_func") != _SIGMOID:
@@ -335,7 +335,7 @@ def _rope(values: Values, file: GgufFile, head_dim: int) -> dict[str, Any]:
     rope = plain | _scaling(values, file, rotated, theta)
     if values.name in ("phi3", "glm4", *DELTA_NETS) or values.model_type == "bamba":
         rope["partial_rotary_factor"] = rotated / head_dim
-        rope |= sections(values, rotated) if values.name in DELTA_NETS else {}
+        rope |= sections(values, rotated) if "rope.dimension_sections" in values.architecture.keys else {}
     elif rotated != head_dim:
         raise values.refusal(f"rotates {rotated} of {head_dim} numbers of a head", "all")
     if values.name == "granite" and values.own.get("rope.scaling.finetuned") is False:

@@ -14,6 +14,8 @@ from foretoken.core.errors import ModelError
 from foretoken.models.config import is_size
 
 if TYPE_CHECKING:
+    from collections.abc import Container, Iterable
+
     from torch import Tensor
 
     from foretoken.models.architectures import GgufArchitecture
@@ -21,7 +23,13 @@ if TYPE_CHECKING:
     from foretoken.models.stored.gguf_file import GgufFile
 
 _KV_HEADS = "attention.head_count_kv"
-DELTA_NETS = ("qwen35", "qwen35moe")
+_TILED = ("qwen35", "qwen35moe")  # heads of values in another order, see `_head_order`
+DELTA_NETS = (*_TILED, "qwen3next")
+# Linear layers of transformers that files have as two.
+_JOINED = {
+    "shared_mlp.input_linear": ("shared_mlp.gate_proj", "shared_mlp.up_proj"),
+    "linear_attn.in_proj_qkvz": ("linear_attn.in_proj_qkv", "linear_attn.in_proj_z"),
+}
 _MAMBA2 = ("granitehybrid", "falcon-h1", "nemotron_h")
 _MAMBA2_FIELDS = ("mamba_n_heads", "mamba_d_head", "mamba_n_groups", "mamba_d_state", "mamba_d_conv")
 _NEMOTRON_FIELDS = ("mamba_num_heads", "mamba_head_dim", "n_groups", "ssm_state_size", "conv_kernel")
@@ -164,8 +172,46 @@ def joined_rows(fields: dict[str, Any], architecture: GgufArchitecture, head_dim
     return {f"blk.{layer}": [queries, keys, keys] for layer, kind in enumerate(kinds) if kind == "full_attention"}
 
 
+def halves_of(shapes: Iterable[str], names: Container[str]) -> dict[str, tuple[str, str]]:
+    """Returns both weights of a file for each linear layer of transformers that the file has as two.
+
+    `shapes`: transformers' weights; `names`: those that a file has as they are.
+    """
+    return {
+        linear: (f"{owner}{first}.weight", f"{owner}{second}.weight")
+        for linear in (key.removesuffix(".weight") for key in shapes if key not in names)
+        for whole, (first, second) in _JOINED.items()
+        if linear.endswith(f".{whole}") and (owner := linear.removesuffix(whole))
+    }
+
+
+def half_rows(fields: dict[str, Any], linear: str, rows: int) -> tuple[int, int]:
+    """Returns the rows of both halves of a linear layer of `rows`, see `halves_of`."""
+    if not linear.endswith("in_proj_qkvz"):
+        return rows // 2, rows // 2
+    gates = fields["linear_num_value_heads"] * fields["linear_value_head_dim"]
+    return rows - gates, gates
+
+
+def joined_order(fields: dict[str, Any], linear: str) -> Tensor | None:
+    """Returns the place in both halves, one below the other, of each row of a linear layer, (rows,) int64.
+
+    None for the same order. In transformers each head of keys of Qwen3-Next has its rows side by side: the query, the
+    key, the values and their gates.
+    """
+    if not linear.endswith("in_proj_qkvz"):
+        return None
+    keys = fields["linear_num_key_heads"]
+    key_rows = keys * fields["linear_key_head_dim"]
+    value_rows = fields["linear_num_value_heads"] * fields["linear_value_head_dim"]
+    parts = torch.arange(2 * (key_rows + value_rows)).split([key_rows, key_rows, value_rows, value_rows])
+    return torch.cat([part.view(keys, -1) for part in parts], 1).flatten()
+
+
 def head_rows(settings: Settings, part: str) -> Tensor | None:
     """Returns where a file has the rows of a part of a recurrent layer, (rows,) int64; None for the same order."""
+    if settings.architecture.name not in _TILED:
+        return None
     width = settings.fields.get("linear_value_head_dim", 0) if part in _ROWS_OF_VALUES else 1
     order = _head_order(settings.fields, width) if part in (*_ROWS_OF_VALUES, *_ROWS_OF_HEADS) else None
     if order is None or part == "attn_gate" or part in _ROWS_OF_HEADS:
@@ -176,6 +222,8 @@ def head_rows(settings: Settings, part: str) -> Tensor | None:
 
 def head_columns(settings: Settings, part: str) -> Tensor | None:
     """Returns where a file has the columns of a part of a recurrent layer, (columns,) int64, as `head_rows`."""
+    if settings.architecture.name not in _TILED:
+        return None
     width = settings.fields.get("linear_value_head_dim", 0)
     return _head_order(settings.fields, width) if part == "ssm_out" else None
 
