@@ -196,6 +196,11 @@ def is_plain_experts(part: nn.Module, *, is_gated: bool = True) -> bool:
     return all(getattr(part, name, value) is value for name, value in usual.items())
 
 
+def are_plain_experts(part: nn.Module) -> bool:
+    """Decides whether `is_plain_experts` holds of a module, with gates or without."""
+    return is_plain_experts(part) or is_plain_experts(part, is_gated=False)
+
+
 class QuantizedExperts(QuantizedModule):
     """The experts of a layer in 4 or 8 bits, in place of a module of transformers with the same arguments.
 

@@ -73,6 +73,7 @@ class GgufArchitecture:
 
     Attributes:
         name: Of the architecture in the file.
+        mixture: Of the same architecture with experts, if files name it otherwise.
         own_parts: The parts of a block by their tensors' names, where they differ from Llama's.
         own_weights: Weights of a block by their tensors' whole names, where transformers' names end otherwise.
         outer: The parts outside blocks by their tensors' names, where they differ from Llama's.
@@ -94,6 +95,7 @@ class GgufArchitecture:
 
     name: str
     own_parts: Mapping[str, str] = field(default_factory=dict)
+    mixture: str | None = field(default=None, kw_only=True)
     own_weights: Mapping[str, str] = field(default_factory=dict, kw_only=True)
     outer: Mapping[str, str] = field(default_factory=dict, kw_only=True)
     switches: Mapping[str, str] = field(default_factory=dict)
@@ -110,6 +112,11 @@ class GgufArchitecture:
     scales_embedding: bool = False
     has_head_norms: bool = False
     biases: tuple[str, ...] = ()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All names in files."""
+        return (self.name,) if self.mixture is None else (self.name, self.mixture)
 
     @property
     def parts(self) -> dict[str, str]:
@@ -208,7 +215,14 @@ _FALCON_H1 = {f"ffn_{part}": f"feed_forward.{part}_proj" for part in ("gate", "u
 }
 _NEMOTRON_H = {f"attn_{part}": f"mixer.{part}_proj" for part in ("q", "k", "v")} | {
     "attn_output": "mixer.o_proj", "ffn_up": "mixer.up_proj", "ffn_down": "mixer.down_proj", "attn_norm": "norm",
+    "ffn_gate_inp": "mixer.gate", "ffn_up_exps": "mixer.experts.up_proj", "ffn_down_exps": "mixer.experts.down_proj",
+    "ffn_up_shexp": "mixer.shared_experts.up_proj", "ffn_down_shexp": "mixer.shared_experts.down_proj",
+    "ffn_latent_down": "mixer.fc1_latent_proj", "ffn_latent_up": "mixer.fc2_latent_proj",
 }  # fmt: skip
+_NEMOTRON_KEYS = (
+    *("moe_latent_size", "expert_shared_feed_forward_length", "expert_shared_count"),
+    *("expert_weights_norm", "expert_weights_scale", "expert_group_count", "expert_group_used_count"),
+)
 _DELTA_NET = {
     "attn_qkv": "linear_attn.in_proj_qkv", "attn_gate": "linear_attn.in_proj_z", "ssm_beta": "linear_attn.in_proj_b",
     "ssm_alpha": "linear_attn.in_proj_a", "ssm_conv1d": "linear_attn.conv1d", "ssm_norm": "linear_attn.norm",
@@ -263,9 +277,11 @@ ARCHITECTURES = {
         own_weights=_mamba_weights("mamba") | {"ffn_norm": "pre_ff_layernorm.weight"},  # without its kind
         outer={"output_norm": "model.final_layernorm"}, keys=_SSM_KEYS, has_own_head_dim=True)),
     "nemotron_h": Architecture("NemotronHForCausalLM", _NEMOTRON, GgufArchitecture(
-        "nemotron_h", _mamba("mixer") | _NEMOTRON_H, own_weights=_mamba_weights("mixer"),
+        "nemotron_h", _mamba("mixer") | _NEMOTRON_H, mixture="nemotron_h_moe",
+        own_weights=_mamba_weights("mixer") | {"exp_probs_b.bias": "mixer.gate.e_score_correction_bias"},
         outer={"token_embd": "model.embeddings", "output_norm": "model.norm_f"},
-        epsilon=("attention.layer_norm_epsilon", "layer_norm_epsilon"), keys=_SSM_KEYS, has_own_head_dim=True)),
+        epsilon=("attention.layer_norm_epsilon", "layer_norm_epsilon"), keys=(*_SSM_KEYS, *_NEMOTRON_KEYS),
+        has_own_head_dim=True)),
     "mamba2": Architecture("Mamba2ForCausalLM", replace(_ONE_PART, names={**_ONE_PART.names, "model": "backbone"})),
     "lfm2_moe": Architecture("Lfm2MoeForCausalLM", replace(
         _CONVOLUTIONS, sigmoid_epsilon=1e-6, names={**_CONVOLUTIONS.names, "rotary_emb": "pos_emb"}), GgufArchitecture(
@@ -310,6 +326,6 @@ PLAIN_ARCHITECTURES = {kind: each.name for kind, each in ARCHITECTURES.items() i
 def is_lean(name: str) -> bool:
     """Decides whether a lean decoder knows an architecture, by its class or type in transformers, or its GGUF name."""
     return any(
-        each.lean is not None and name in (kind, each.name, each.gguf and each.gguf.name)
+        each.lean is not None and name in (kind, each.name, *(each.gguf.names if each.gguf else ()))
         for kind, each in ARCHITECTURES.items()
     )

@@ -25,6 +25,8 @@ _ARCHITECTURES = {
 _OWN_NAMES = {
     "gate_up_proj": ("ffn_gate_exps.weight", "ffn_up_exps.weight"),
     "experts.down_proj": ("ffn_down_exps.weight",),
+    "experts.up_proj": ("ffn_up_exps.weight",),
+    "mixer.gate.e_score_correction_bias": ("exp_probs_b.bias",),
     "feed_forward.gate.weight": ("ffn_gate_inp.weight",),
     "feed_forward.expert_bias": ("exp_probs_b.bias",),
     "block_sparse_moe.router.weight": ("ffn_gate_inp.weight",),
@@ -52,7 +54,7 @@ def write_hybrid(
     are not written. `joined`: see `write` of `gguf_files`.
     """
     config = model.config
-    architecture = _ARCHITECTURES[config.model_type]
+    architecture = _architecture(config)
     writer = gguf.GGUFWriter(path, architecture)
     _write_header(writer, config)
     for key, value in (values or {}).items():
@@ -92,13 +94,18 @@ def write_hybrid(
     return model
 
 
+def _architecture(config: Any) -> str:
+    name, is_mixture = _ARCHITECTURES[config.model_type], "moe" in getattr(config, "layers_block_type", ())
+    return f"{name}_moe" if is_mixture else name
+
+
 def _names(key: str, config: Any) -> list[str]:
     """The tensors of a file for a weight of transformers."""
     for own, parts in _OWN_NAMES.items():
         if key.endswith(own):
             shared = "_shexp" if getattr(config, "num_local_experts", 0) else ""
             return [f"blk.{key.split('.')[2]}.{part.format(shared)}" for part in parts]
-    architecture = _ARCHITECTURES[config.model_type]
+    architecture = _architecture(config)
     (number,) = (each for each, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
     names = gguf.get_tensor_name_map(number, config.num_hidden_layers)
     original = key.replace(".dt_bias", ".dt_proj.bias")
@@ -272,8 +279,21 @@ def _nemotron_h(writer: gguf.GGUFWriter, config: Any) -> None:
     _write_states(writer, config.conv_kernel, config.ssm_state_size, config.n_groups, config.mamba_num_heads, inner)
     _write_head_dim(writer, config.head_dim)
     _write_kv_heads(writer, config)
-    sizes = [config.intermediate_size * (kind == "mlp") for kind in config.layers_block_type]
-    replace_value(writer, "nemotron_h.feed_forward_length", sizes)
+    inner = {"mlp": config.intermediate_size, "moe": config.moe_intermediate_size}
+    sizes = [inner.get(kind, 0) for kind in config.layers_block_type]
+    replace_value(writer, f"{writer.arch}.feed_forward_length", sizes)
+    if "moe" not in config.layers_block_type:
+        return
+    _write_experts(writer, config.n_routed_experts, config.num_experts_per_tok)
+    writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+    writer.add_expert_shared_feed_forward_length(config.moe_shared_expert_intermediate_size)
+    writer.add_expert_shared_count(config.n_shared_experts)
+    writer.add_expert_weights_norm(config.norm_topk_prob)
+    writer.add_expert_weights_scale(config.routed_scaling_factor)
+    writer.add_expert_group_count(config.n_group)
+    writer.add_expert_group_used_count(config.topk_group)
+    if config.moe_latent_size is not None:
+        writer.add_moe_latent_size(config.moe_latent_size)
 
 
 def _write_kv_heads(writer: gguf.GGUFWriter, config: Any) -> None:

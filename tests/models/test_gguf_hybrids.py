@@ -38,6 +38,8 @@ _FALCON = _MAMBA | {
     "ssm_out_multiplier": 0.8, "ssm_multipliers": [0.9, 1.1, 0.8, 1.2, 0.7], "mlp_multipliers": [0.9, 1.1],
     "mamba_norm_before_gate": False,
 }  # fmt: skip
+_NEMOTRON = {"mamba_head_dim": 16, "num_hidden_layers": 4, "head_dim": 32}
+_PLAIN_EXPERTS = {"moe_intermediate_size": 32, "moe_shared_expert_intermediate_size": 64}
 _LENGTHS = ("attention.key_length", "attention.value_length", "rope.dimension_count")
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "lfm2": ("lfm2", {"block_auto_adjust_ff_dim": False}),
@@ -72,7 +74,14 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "bamba that rotates whole heads": ("bamba", _MAMBA | {"rope_parameters": _ROPE | {"partial_rotary_factor": 1.0}}),
     "falcon-h1": ("falcon_h1", _FALCON),
     "falcon-h1 without norms": ("falcon_h1", _FALCON | {"mamba_rms_norm": False, "mamba_conv_bias": False}),
-    "nemotron_h": ("nemotron_h", {"mamba_head_dim": 16, "num_hidden_layers": 4, "head_dim": 32}),
+    "nemotron_h": ("nemotron_h", _NEMOTRON),
+    "nemotron_h with experts": ("nemotron_h_moe", _NEMOTRON | _PLAIN_EXPERTS),
+    "nemotron_h with experts of a latent size": (
+        "nemotron_h_moe", _NEMOTRON | _PLAIN_EXPERTS | {"moe_latent_size": 32, "norm_topk_prob": False},
+    ),
+    "nemotron_h with groups of experts": (
+        "nemotron_h_moe", _NEMOTRON | _PLAIN_EXPERTS | {"n_routed_experts": 8, "n_group": 4, "topk_group": 2},
+    ),
 }  # fmt: skip
 _TOLD = [name for name in MODELS if name.startswith(("lfm2 ", "qwen35")) or name == "lfm2"]
 _TOLD.remove("qwen35 with experts")  # has an inner size of its own
@@ -185,7 +194,7 @@ def test_older_files_have_queries_values_and_gates_as_transformers(
     "name",
     [
         "lfm2", "qwen35", "qwen35 with experts", "qwen3next", "lfm2moe", "granite with experts", "bamba", "falcon-h1",
-        "nemotron_h",
+        "nemotron_h", "nemotron_h with experts",
     ],
 )  # fmt: skip
 def test_text_with_drafts_is_the_files_models(path: Path, name: str) -> None:
@@ -274,6 +283,17 @@ def test_what_a_file_leaves_out_is_as_llama_cpp_takes_it(path: Path) -> None:
         ("granite with experts", {"ssm.group_count": 3}, "has 128 as granitehybrid.ssm.inner_size. Expected a mul"),
         ("nemotron_h", {"feed_forward_length": [0, 96, 96, 0]}, "has [0, 96, 96, 0] as nemotron_h.feed_forward_length"),
         ("nemotron_h", {"feed_forward_length": 96}, "has 96 as nemotron_h.feed_forward_length. Expected 4 numbers"),
+        ("nemotron_h", {"expert_count": 4}, "is a mixture of experts. Expected a dense model"),
+        ("nemotron_h with experts", {"expert_count": 0}, "has no experts. Expected some"),
+        ("nemotron_h with experts", {"expert_count": 1 << 28}, "exp_probs_b.bias is [4] instead of [268435456]"),
+        ("nemotron_h with experts", {"expert_used_count": 5}, "takes 5 of 4 experts. Expected at most all"),
+        ("nemotron_h with experts", {"expert_group_count": 3}, "has 4 experts in 3 groups, and takes 1 of these. Exp"),
+        ("nemotron_h with experts", {"expert_group_count": 4}, "has 4 experts in 4 groups, and takes 1 of these. Exp"),
+        ("nemotron_h with experts", {"expert_group_used_count": 2}, "has 4 experts in 1 groups, and takes 2 of these"),
+        ("nemotron_h with experts", {"expert_weights_norm": 1}, "has 1 as nemotron_h_moe.expert_weights_norm"),
+        ("nemotron_h with experts", {"expert_shared_feed_forward_length": None}, "lacks nemotron_h_moe.expert_shared"),
+        ("nemotron_h with experts", {"moe_latent_size": 16}, "fc1_latent_proj.weight is missing"),
+        ("nemotron_h with experts", {"moe_latent_size": 0}, "has 0 as nemotron_h_moe.moe_latent_size"),
         ("nemotron_h", {"attention.layer_norm_epsilon": None}, "lacks nemotron_h.attention.layer_norm_epsilon."),
     ],
 )  # fmt: skip
@@ -288,6 +308,8 @@ def test_settings_that_are_refused(path: Path, name: str, values: dict[str, Any]
         ("lfm2", "token_embd_norm.weight", "model.embedding_norm.weight is missing"),
         ("granite with experts", "blk.0.ffn_up_shexp.weight", "model.layers.0.shared_mlp.up_proj.weight is missing"),
         ("falcon-h1", "blk.0.ffn_norm", "model.layers.0.pre_ff_layernorm.weight is missing"),
+        ("nemotron_h with experts", "blk.2.ffn_up_exps.weight", "mixer.experts.up_proj.weight is missing"),
+        ("nemotron_h with experts", "blk.2.exp_probs_b.bias", "mixer.gate.e_score_correction_bias is missing"),
         ("nemotron_h", "blk.0.ssm_d", "model.layers.0.mixer.D is missing"),
         ("qwen3next", "blk.0.attn_gate.weight", "model.layers.0.linear_attn.in_proj_z.weight is missing"),
         ("qwen3next", "blk.0.ssm_ba.weight", "model.layers.0.linear_attn.in_proj_ba.weight is missing"),

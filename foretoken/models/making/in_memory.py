@@ -17,6 +17,7 @@ from foretoken.decoder.quantized_modules import (
     QuantizedEmbedding,
     QuantizedExperts,
     QuantizedLinear,
+    are_plain_experts,
     is_plain_embedding,
     is_plain_experts,
     quantized_parts,
@@ -66,7 +67,7 @@ def quantize_model(model: LoadedModel, quantization: Quantization) -> LoadedMode
         for parameter in module.parameters():
             if parameter.dim() < 2:
                 parameter.data = parameter.data.clone()
-    for name in [name for name, part in module.named_modules() if type(part) is nn.Linear or _are_experts(part)]:
+    for name in [name for name, part in module.named_modules() if type(part) is nn.Linear or are_plain_experts(part)]:
         module.set_submodule(name, _quantized_part(module.get_submodule(name), quantization, model, name))
     shares_head = is_tied and not is_int4(quantization)
     _quantize_embedding(model, embedding, module.get_output_embeddings().matrix if shares_head else None)
@@ -80,7 +81,7 @@ def _check_layers(model: LoadedModel, quantization: Quantization) -> None:
     reason = foreign_call(module)
     for name, part in module.named_modules():
         is_known = type(part) is nn.Linear or isinstance(part, nn.Embedding) or type(part).__name__.endswith("Router")
-        is_known = is_known or _are_experts(part) or type(part) is nn.Conv1d  # a convolution stays as it is
+        is_known = is_known or are_plain_experts(part) or type(part) is nn.Conv1d  # a convolution stays as it is
         if type(part).__module__.startswith("peft"):
             reason = f"'{name}' is an adapter"
         elif not is_known and any(each.dim() > 1 for each in part.parameters(recurse=False)):
@@ -126,7 +127,3 @@ def _quantized_part(
     except UnsuitableError as err:
         raise ModelError(f"'{name}' of '{model.name}' cannot be quantized: {err}") from err
     return QuantizedExperts(gate_up, down, part.act_fn, is_gated=is_gated)
-
-
-def _are_experts(part: nn.Module) -> bool:
-    return is_plain_experts(part) or is_plain_experts(part, is_gated=False)

@@ -25,6 +25,7 @@ from foretoken.decoder.quantized_modules import (
     QuantizedEmbedding,
     QuantizedExperts,
     QuantizedLinear,
+    are_plain_experts,
     is_plain_experts,
     stacked,
 )
@@ -61,7 +62,7 @@ class _ExpertsStub(nn.Module):
 
     def __init__(self, experts: Any) -> None:
         super().__init__()
-        self.act_fn = experts.act_fn
+        self.act_fn, self.is_gated = experts.act_fn, is_plain_experts(experts)
         self.count, self.hidden_size, self.inner_size = experts.down_proj.shape
 
 
@@ -76,7 +77,7 @@ class _Quantizer(HfQuantizer):
         for name in sorted(settings.linears):
             owner = experts_of(name)
             if owner is not None and isinstance(experts := _submodule(model, owner), nn.Module):
-                if is_plain_experts(experts):
+                if are_plain_experts(experts):
                     model.set_submodule(owner, _ExpertsStub(experts))
                 if isinstance(_submodule(model, owner), _ExpertsStub):
                     continue
@@ -172,7 +173,8 @@ def _unpacked_weights(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     for name, part in module.named_modules():
         if isinstance(part, QuantizedExperts):
             inner, hidden = part.down.num_inputs, part.gate_up.num_inputs
-            yield f"{name}.gate_up_proj", part.gate_up.dequantized().view(-1, 2 * inner, hidden)
+            key, rows = ("gate_up_proj", 2 * inner) if part.is_gated else ("up_proj", inner)
+            yield f"{name}.{key}", part.gate_up.dequantized().view(-1, rows, hidden)
             yield f"{name}.down_proj", part.down.dequantized().view(-1, hidden, inner)
         elif isinstance(part, QuantizedLinear | QuantizedEmbedding) and id(part.matrix) not in seen:
             seen.add(id(part.matrix))
@@ -185,7 +187,8 @@ def _experts(
     owner: str, stub: Any, linears: frozenset[str], matrix: Callable[[str, int, int], QuantizedMatrix], name: str
 ) -> QuantizedExperts:
     hidden, inner = stub.hidden_size, stub.inner_size
-    wanted = [[f"{owner}.{expert}.{part}" for part in PARTS] for expert in range(stub.count)]
+    own = PARTS if stub.is_gated else PARTS[1:]
+    wanted = [[f"{owner}.{expert}.{part}" for part in own] for expert in range(stub.count)]
     odd = {each for expert in wanted for each in expert} ^ {each for each in linears if experts_of(each) == owner}
     if odd:
         raise ModelError(
@@ -193,14 +196,14 @@ def _experts(
             f"Missing, or more than that: {listed(odd)}. Copy or download the model again."
         )
     try:
-        gate_up = stacked([matrix(each, inner, hidden) for gate, up, _ in wanted for each in (gate, up)])
-        down = stacked([matrix(each, hidden, inner) for _, _, each in wanted])
+        gate_up = stacked([matrix(each, inner, hidden) for *first, _ in wanted for each in first])
+        down = stacked([matrix(last, hidden, inner) for *_, last in wanted])
     except ValueError as err:
         raise ModelError(
             f"the experts in {owner} of '{name}' are not stored alike: they differ in bits, groups or the order of "
             "inputs. Such checkpoints cannot be read."
         ) from err
-    return QuantizedExperts(gate_up, down, stub.act_fn)
+    return QuantizedExperts(gate_up, down, stub.act_fn, is_gated=stub.is_gated)
 
 
 def _refusal(name: str, error: Exception) -> str:

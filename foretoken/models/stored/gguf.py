@@ -28,7 +28,7 @@ from foretoken.decoder.blocks import Block, Blocks, BlockSpec, FeedForward, Lean
 from foretoken.decoder.native_linear import linear_layer
 from foretoken.decoder.panels import PANEL
 from foretoken.decoder.quantized import QuantizedMatrix
-from foretoken.decoder.quantized_modules import QuantizedLinear, is_plain_embedding, is_plain_experts, stacked
+from foretoken.decoder.quantized_modules import QuantizedLinear, are_plain_experts, is_plain_embedding, stacked
 from foretoken.models.architectures import ARCHITECTURES, GgufArchitecture, LeanArchitecture
 from foretoken.models.stored import PARTS, StoredModel, experts_of, label_of_inputs
 from foretoken.models.stored.gguf_config import BLOCK, LONG_ROPE_FACTORS, ROPE_FACTORS, Settings, read_settings, refusal
@@ -97,7 +97,7 @@ def stored_model(settings: Settings) -> StoredModel:
             tensors[f"{linear}.weight"] = both if order is None else both[order]
         tensors |= {key: tensors[key].view(shapes[key]) for key in tensors.keys() & shapes.keys()}
         for owner, kind in sorted({match.groups() for key in tensors if (match := _EXPERTS.fullmatch(key))}):
-            keys = [f"{owner}.{part}.{kind}" for part in PARTS]
+            keys = [key for part in PARTS if (key := f"{owner}.{part}.{kind}") in names]
             parts = [tensors.pop(key) for key in keys if key in tensors]
             if len(parts) == len(keys):  # `build` refuses some of them in integers
                 tensors |= _joined_experts(owner, kind, config, *parts)
@@ -125,7 +125,7 @@ def _in_integers(
             found[linear] = (key,)
     for key in filter(_EXPERTS.fullmatch, names):
         owner, part, _ = key.rsplit(".", 2)
-        if stored[key].is_quantized and is_plain_experts(module.get_submodule(owner)):
+        if stored[key].is_quantized and are_plain_experts(module.get_submodule(owner)):
             found |= {f"{owner}.{expert}.{part}": (key,) for expert in range(stored[key].shape[0])}
     return found
 
@@ -160,7 +160,10 @@ def _restored(settings: Settings, name: str) -> Tensor:
     return tensor if order is None else tensor[:, order]
 
 
-def _joined_experts(owner: str, kind: str, config: Any, gate: Tensor, up: Tensor, down: Tensor) -> dict[str, Tensor]:
+def _joined_experts(owner: str, kind: str, config: Any, *parts: Tensor) -> dict[str, Tensor]:
+    if len(parts) == 2:  # without gates
+        return {f"{owner}.up_proj": parts[0], f"{owner}.down_proj": parts[1]}
+    gate, up, down = parts
     names = [f"{owner}.{part}{'_bias' if kind == 'bias' else ''}" for part in ("gate_up_proj", "down_proj")]
     if config.model_type != "gpt_oss":
         return dict(zip(names, (torch.cat([gate, up], 1), down), strict=True))
@@ -230,8 +233,8 @@ def _file_shapes(
         if part.startswith("gate_up_proj"):
             half = (own[0], own[1] // 2, *own[2:])
             found |= {f"{owner}.experts.{each}.{kind}": half for each in ("gate_proj", "up_proj")}
-        elif part.startswith("down_proj"):
-            found[f"{owner}.experts.down_proj.{kind}"] = own
+        elif part.startswith(("up_proj", "down_proj")):
+            found[f"{owner}.experts.{part.removesuffix('_bias')}.{kind}"] = own
         elif (linear := key.removesuffix(".weight")) in halves:
             rows = half_rows(settings.fields, linear, shape[0])
             found |= {half: (each, shape[1]) for half, each in zip(halves[linear], rows, strict=True)}

@@ -26,6 +26,7 @@ from foretoken.models.stored.gguf_hybrids import (
     head_rows,
     joined_rows,
     kv_heads,
+    plain_experts,
     recurrent_fields,
     sections,
 )
@@ -73,9 +74,9 @@ class Values:
     def __init__(self, file: GgufFile) -> None:
         self.path = file.path
         self.name = str(file.values.get("general.architecture"))
-        kinds = [kind for kind, each in GGUF_ARCHITECTURES.items() if each.name == self.name]
+        kinds = [kind for kind, each in GGUF_ARCHITECTURES.items() if self.name in each.names]
         if not kinds:
-            names = dict.fromkeys(each.name for each in GGUF_ARCHITECTURES.values())
+            names = dict.fromkeys(name for each in GGUF_ARCHITECTURES.values() for name in each.names)
             raise ModelError(
                 f"'{self.path}' holds a model of the architecture {shown(self.name)}. Expected one of "
                 f"{', '.join(names)}. Use safetensors of the model."
@@ -93,7 +94,8 @@ class Values:
         self.architecture = GGUF_ARCHITECTURES[self.model_type]
         if self.name == "exaone4" and self.own.get("block_count") == _LAYERS_OF_EXAONE4_32B:
             self.architecture = replace(self.architecture, window=4, default_window=4096)
-        may_be_mixture = "ffn_gate_inp" in self.architecture.parts
+        mixture = self.architecture.mixture
+        may_be_mixture = self.name == mixture if mixture else "ffn_gate_inp" in self.architecture.parts
         if self.is_mixture != may_be_mixture and self.model_type != "granitemoehybrid":
             found, wanted = ("is a mixture of", "a dense model") if self.is_mixture else ("has no", "some")
             raise self.refusal(f"{found} experts", wanted)
@@ -199,7 +201,7 @@ def read_settings(file: GgufFile) -> Settings:
     fields: dict[str, Any] = {
         field: values.size(key, inner if key == "feed_forward_length" else None)
         for key, field in _SIZES.items()
-        if key != "feed_forward_length" or values.name != "nemotron_h"
+        if key != "feed_forward_length" or values.model_type != "nemotron_h"
     }
     file = _without_next_token_layers(values, file, fields)
     layers, heads = fields["num_hidden_layers"], fields["num_attention_heads"]
@@ -214,10 +216,10 @@ def read_settings(file: GgufFile) -> Settings:
         raise values.refusal("has values of another length than keys", "one length")
     fields["num_key_value_heads"], has_attention = kv_heads(values, layers, heads)
     fields |= recurrent_fields(values, file, fields["hidden_size"], has_attention)
-    if values.name == "nemotron_h":
+    if values.model_type == "nemotron_h":
         fields["intermediate_size"], fields["layer_types"] = block_types(values, layers, has_attention)
     file = _with_split_tensors(file, joined_rows(fields, architecture, head_dim))
-    fields |= {} if values.name == "nemotron_h" else {"rope_parameters": _rope(values, file, head_dim)}
+    fields |= {} if values.model_type == "nemotron_h" else {"rope_parameters": _rope(values, file, head_dim)}
     fields |= {
         "bos_token_id": vocabulary.ids.get("bos"),
         "eos_token_id": ends if len(ends) > 1 else ends[0] if ends else None,
@@ -307,6 +309,8 @@ def _mixture(values: Values, intermediate: int) -> dict[str, Any]:
     if top_k > count:
         raise values.refusal(f"takes {top_k} of {count} experts", "at most all")
     inner = values.size("expert_feed_forward_length", None if values.name == "gpt-oss" else intermediate)
+    if values.model_type == "nemotron_h":
+        return plain_experts(values, count, top_k, inner)
     if values.name in ("llama", "gpt-oss"):
         return {"num_local_experts": count, "num_experts_per_tok": top_k, "intermediate_size": inner}
     if values.name == "granitehybrid":  # llama.cpp ignores `expert_feed_forward_length`

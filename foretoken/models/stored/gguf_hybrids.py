@@ -30,13 +30,14 @@ _JOINED = {
     "shared_mlp.input_linear": ("shared_mlp.gate_proj", "shared_mlp.up_proj"),
     "linear_attn.in_proj_qkvz": ("linear_attn.in_proj_qkv", "linear_attn.in_proj_z"),
 }
-_MAMBA2 = ("granitehybrid", "falcon-h1", "nemotron_h")
+_NEMOTRON = ("nemotron_h", "nemotron_h_moe")
+_MAMBA2 = ("granitehybrid", "falcon-h1", *_NEMOTRON)
 _MAMBA2_FIELDS = ("mamba_n_heads", "mamba_d_head", "mamba_n_groups", "mamba_d_state", "mamba_d_conv")
 _NEMOTRON_FIELDS = ("mamba_num_heads", "mamba_head_dim", "n_groups", "ssm_state_size", "conv_kernel")
 _RECURRENT = "attention.recurrent_layers"
 _ROWS_OF_VALUES = ("attn_qkv", "attn_gate", "ssm_conv1d")
 _ROWS_OF_HEADS = ("ssm_beta", "ssm_alpha", "ssm_dt", "ssm_a")
-_NO_HEADS = ("lfm2", "lfm2moe", "granitehybrid", "nemotron_h")  # layers without attention have 0 heads of keys
+_NO_HEADS = ("lfm2", "lfm2moe", "granitehybrid", *_NEMOTRON)  # layers without attention have 0 heads of keys
 
 
 def kv_heads(values: Values, layers: int, heads: int) -> tuple[int, list[bool]]:
@@ -44,14 +45,14 @@ def kv_heads(values: Values, layers: int, heads: int) -> tuple[int, list[bool]]:
 
     Raises `ModelError` if the attention layers do not have one number.
     """
-    found = values.own.get(_KV_HEADS)
+    found, count = values.own.get(_KV_HEADS), values.size("block_count")
     if values.name not in _NO_HEADS or not isinstance(found, list):
         return values.size(_KV_HEADS, heads), [True] * layers
-    numbers = sorted({each for each in found if each != 0})
-    if len(found) != layers or len(numbers) != 1 or not is_size(numbers[0]):
-        expected = f"{layers} numbers, one positive number and 0 for layers without attention"
+    numbers = sorted({each for each in found[:layers] if each != 0})  # further entries: as in `_recurrent_layers`
+    if len(found) != count or len(numbers) != 1 or not is_size(numbers[0]):
+        expected = f"{count} numbers, one positive number and 0 for layers without attention"
         raise values.refusal(f"has {shown(found)} as {values.name}.{_KV_HEADS}", expected)
-    return numbers[0], [each != 0 for each in found]
+    return numbers[0], [each != 0 for each in found[:layers]]
 
 
 def recurrent_fields(values: Values, file: GgufFile, hidden: int, has_attention: list[bool]) -> dict[str, Any]:
@@ -76,7 +77,7 @@ def _mamba2(values: Values, file: GgufFile, hidden: int, has_attention: list[boo
         raise values.refusal(f"has {inner} as {values.name}.ssm.inner_size", expected)
     sizes = [heads, inner // heads, groups, values.size("ssm.state_size"), values.size("ssm.conv_kernel")]
     has_bias = any(name.endswith(".ssm_conv1d.bias") for name in file.tensors)
-    if values.name == "nemotron_h":
+    if values.name in _NEMOTRON:
         return dict(zip(_NEMOTRON_FIELDS, sizes, strict=True)) | {"use_conv_bias": has_bias}
     fields = dict(zip(_MAMBA2_FIELDS, sizes, strict=True)) | {"mamba_conv_bias": has_bias}
     if values.name == "falcon-h1":  # its factors are multiplied into the weights
@@ -91,17 +92,39 @@ def _mamba2(values: Values, file: GgufFile, hidden: int, has_attention: list[boo
 
 def block_types(values: Values, layers: int, has_attention: list[bool]) -> tuple[int, list[str]]:
     """Returns the inner size of the feed-forward blocks of Nemotron-H, and what each of its blocks is."""
-    key = "feed_forward_length"
+    key, count = "feed_forward_length", values.size("block_count")
     found = values.value(key)
-    sizes = found if isinstance(found, list) else [values.size(key)] * layers
+    is_list = isinstance(found, list) and len(found) == count
+    sizes = found[:layers] if is_list else [] if isinstance(found, list) else [values.size(key)] * layers
     own = sorted({each for each in sizes if each != 0})
     both = [bool(size) and each for size, each in zip(sizes, has_attention, strict=False)]
     if len(sizes) != layers or len(own) != 1 or not is_size(own[0]) or any(both):
-        expected = f"{layers} numbers, one positive number in place of attention and 0 for other blocks"
+        expected = f"{count} numbers, one positive number in place of attention and 0 for other blocks"
         raise values.refusal(f"has {shown(found)} as {values.name}.{key}", expected)
-    kinds = ["mlp" if size else "full_attention" if each else "linear_attention"
+    kind = "moe" if values.is_mixture else "mlp"
+    kinds = [kind if size else "full_attention" if each else "linear_attention"
              for size, each in zip(sizes, has_attention, strict=True)]  # fmt: skip
     return own[0], kinds
+
+
+def plain_experts(values: Values, count: int, top_k: int, inner: int) -> dict[str, Any]:
+    """Returns the fields of Nemotron-H's experts, which have no gates; `inner`: numbers inside an expert."""
+    groups = values.size("expert_group_count", 1)
+    used = values.size("expert_group_used_count", 1 if groups == 1 else None)
+    if count % groups or count < 2 * groups or used > groups:
+        what = f"has {count} experts in {groups} groups, and takes {used} of these"
+        raise values.refusal(what, "groups of one size, of two experts or more")
+    is_normalized = values.own.get("expert_weights_norm", False)
+    if not isinstance(is_normalized, bool):
+        raise values.refusal(f"has {shown(is_normalized)} as {values.name}.expert_weights_norm", "true or false")
+    latent = values.size("moe_latent_size") if "moe_latent_size" in values.own else None
+    return {
+        "n_routed_experts": count, "num_experts_per_tok": top_k, "moe_intermediate_size": inner,
+        "moe_shared_expert_intermediate_size": values.size("expert_shared_feed_forward_length"),
+        "n_shared_experts": values.size("expert_shared_count", 1), "norm_topk_prob": is_normalized,
+        "routed_scaling_factor": float(values.number("expert_weights_scale", 1.0)), "moe_latent_size": latent,
+        "n_group": groups, "topk_group": used,
+    }  # fmt: skip
 
 
 def stored_shape(fields: dict[str, Any], key: str, shape: tuple[int, ...]) -> tuple[int, ...]:
