@@ -238,12 +238,17 @@ class RecurrentLayers {
   }
 
   void step(const Recurrent& layer, int64_t s, int64_t head, int64_t tile, int64_t item, const float* from, float* to) const {
-    layer.kind == kDelta ? step_of<true>(layer, s, head, tile, item, from, to) : step_of<false>(layer, s, head, tile, item, from, to);
+    const auto run = [&](auto is_delta) {
+      constexpr bool kIsDelta = decltype(is_delta)::value;
+      token_of(s, item) < 0 ? step_of<kIsDelta, false>(layer, s, head, tile, item, from, to) : step_of<kIsDelta, true>(layer, s, head, tile, item, from, to);
+    };
+    layer.kind == kDelta ? run(std::true_type()) : run(std::false_type());
   }
 
   // to = the state behind an item, from that before it, which may be the same; writes what the item reads of its state
-  // if it is a node of the pass. Four sums over keys do not wait for each other's additions.
-  template <bool kIsDelta>
+  // if it is a node of the pass. Four sums over keys do not wait for each other's additions. A state is decayed twice and
+  // stored once, since stores take longer.
+  template <bool kIsDelta, bool kReads>
   void step_of(const Recurrent& layer, int64_t s, int64_t head, int64_t tile, int64_t item, const float* from, float* to) const {
     constexpr int kRegisters = kTile / kLanes;
     const int64_t K = layer.key_dim, i = space_.items[s] + item, first = tile * kTile, count = std::min(kTile, layer.value_dim - first);
@@ -263,9 +268,7 @@ class RecurrentLayers {
         for (int64_t d = 0; d < K; d += kKeyStep) {
 #pragma GCC unroll 4
           for (int u = 0; u < kKeyStep; ++u) {
-            const Lanes decayed = load_lanes(old + (d + u) * kTile) * decay;
-            store_lanes(place + (d + u) * kTile, decayed);
-            sums[u] = multiply_add(in_all_lanes(key[d + u]), decayed, sums[u]);
+            sums[u] = multiply_add(in_all_lanes(key[d + u]), load_lanes(old + (d + u) * kTile) * decay, sums[u]);
           }
         }
         added = rate * (value - ((sums[0] + sums[1]) + (sums[2] + sums[3])));
@@ -274,18 +277,16 @@ class RecurrentLayers {
       for (int64_t d = 0; d < K; d += kKeyStep) {
 #pragma GCC unroll 4
         for (int u = 0; u < kKeyStep; ++u) {
-          const Lanes decayed = kIsDelta ? load_lanes(place + (d + u) * kTile) : load_lanes(old + (d + u) * kTile) * decay;
-          const Lanes state = multiply_add(in_all_lanes(key[d + u]), added, decayed);
+          const Lanes state = multiply_add(in_all_lanes(key[d + u]), added, load_lanes(old + (d + u) * kTile) * decay);
           store_lanes(place + (d + u) * kTile, state);
-          sums[u] = multiply_add(in_all_lanes(query[d + u]), state, sums[u]);
+          if constexpr (kReads) sums[u] = multiply_add(in_all_lanes(query[d + u]), state, sums[u]);
         }
       }
+      if constexpr (!kReads) continue;
       const Lanes read = (sums[0] + sums[1]) + (sums[2] + sums[3]);
       store_lanes(buffer + r * kLanes, layer.skip == nullptr ? read : multiply_add(in_all_lanes(layer.skip[head]), value, read));
     }
-    const int64_t m = token_of(s, item);
-    if (m < 0) return;
-    std::copy_n(buffer, count, space_.read + (m * layer.heads + head) * layer.value_dim + first);
+    if constexpr (kReads) std::copy_n(buffer, count, space_.read + (token_of(s, item) * layer.heads + head) * layer.value_dim + first);
   }
 
   // The norm of a group of a token's outputs if there is one, and their gate before or after it.
