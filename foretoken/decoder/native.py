@@ -21,12 +21,14 @@ from foretoken.decoder.base import PassOutput, UnsuitableError
 from foretoken.decoder.blocks import Blocks, LeanWeights, tap_indices
 from foretoken.decoder.library import kernel_threads, native_library
 from foretoken.decoder.native_model import NativeModel
-from foretoken.decoder.native_states import NativeStates, StateMemory
+from foretoken.decoder.native_states import StateMemory, native_states, put_states
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from foretoken.core.passes import Pass, Tap, TokenChoice
+    from foretoken.decoder.native_states import StateBlock
+    from foretoken.decoder.path_states import PathStates
     from foretoken.decoder.quantized import Quantization
     from foretoken.decoder.slot_cache import SlotCache
 
@@ -67,7 +69,7 @@ class PreparedPass(NamedTuple):
     model: Model
     arguments: PassArguments
     held: list[Any]
-    states: NativeStates | None  # of recurrent layers
+    states: PathStates[StateBlock] | None  # of recurrent layers
 
 
 class NativeBlocks:
@@ -159,7 +161,7 @@ class NativeBlocks:
         """Returns a pass without outputs and workspace; arguments and errors as `run`."""
         self._described = described = self._described.current()
         model = described.structure if work.num_layers is None else _cut(described.structure, work.num_layers)
-        states = None if self._states is None else NativeStates.of(work, model, self._states, self._state_memory)
+        states = None if self._states is None else native_states(work, model, self._states, self._state_memory)
         num, num_tokens, node_offsets = len(work.slots), work.offsets[-1], work.node_offsets
         lists = [(c_int64 * num)(*work.slots), (c_int64 * num)(*work.prefix_lens)]
         lists += [(c_int64 * (num + 1))(*work.offsets), (c_int64 * (num + 1))(*node_offsets)]
@@ -193,10 +195,9 @@ class NativeBlocks:
         tensors = fitting(*wanted)
         for (name, *_), tensor in zip(wanted, tensors, strict=True):
             setattr(arguments, name, tensor.data_ptr())
-        if states is not None:
-            states.put_into(arguments)
+        arrays = [] if states is None else put_states(states, arguments)
         # The description too: another thread may replace it.
-        return PreparedPass(model, arguments, [described, *lists, *tensors], states)
+        return PreparedPass(model, arguments, [described, *lists, *tensors, *arrays], states)
 
     def _call_kernels(self, ready: PreparedPass, work: Pass) -> None:
         arguments, nodes = ready.arguments, len(work.parents)

@@ -16,7 +16,8 @@ from foretoken.core.errors import ModelError
 from foretoken.core.passes import Pass
 from foretoken.core.token_tree import TokenTree, TreeRow
 from foretoken.decoder.library import set_num_threads
-from foretoken.decoder.native_states import NativeState, StateMemory, _settled, block_bytes
+from foretoken.decoder.native_states import StateMemory, block_bytes
+from foretoken.decoder.path_states import PathState, settled_nodes
 from foretoken.models.lean_weights import read_weights
 from foretoken.models.loading import wrap_model
 from foretoken.runner.decoders import probe_layer_shapes, state_bytes
@@ -185,12 +186,12 @@ def test_blocks_are_as_large_as_counted(architecture: str) -> None:
 def test_what_a_pass_settles() -> None:
     """The first nodes of a chain whose states nobody needs; all others come after them."""
     chain = [-1, 0, 1, 2, 3]
-    assert _settled(chain, 0, {3, 4}) == 4  # a prompt: another text may begin before its last token
-    assert _settled(chain, 7, {7 + node for node in range(5)}) == 1  # drafts: the root is always accepted
-    assert _settled([-1, 0, 0, 1], 0, {0, 1, 2, 3}) == 1
-    assert _settled([-1, -1], 0, {0, 1}) == 0
-    assert _settled([-1, 0, 1, 0], 0, {2, 3}) == 1  # node 3 begins behind node 0
-    assert _settled([-1], 0, {0}) == 1
+    assert settled_nodes(chain, 0, {3, 4}) == 4  # a prompt: another text may begin before its last token
+    assert settled_nodes(chain, 7, {7 + node for node in range(5)}) == 1  # drafts: the root is always accepted
+    assert settled_nodes([-1, 0, 0, 1], 0, {0, 1, 2, 3}) == 1
+    assert settled_nodes([-1, -1], 0, {0, 1}) == 0
+    assert settled_nodes([-1, 0, 1, 0], 0, {2, 3}) == 1  # node 3 begins behind node 0
+    assert settled_nodes([-1], 0, {0}) == 1
 
 
 def test_accepted_tokens_alone_are_computed_again() -> None:
@@ -202,7 +203,7 @@ def test_accepted_tokens_alone_are_computed_again() -> None:
     runner.verify([0], [10], TokenTree.from_rows([TreeRow([5, 6, 7, 8], [-1, 0, 0, 2])]))
     runner.commit([0], [10], [[2, 3]])
     state = states._at(0, 13).state
-    assert isinstance(state, NativeState)
+    assert isinstance(state, PathState)
     assert [row.place for row in state.rows] == [1, 2]  # the rows of nodes 2 and 3: the root is settled
     runner.verify([0], [13], TokenTree.from_rows([TreeRow([5, 6], [-1, 0])]))
     runner.commit([0], [13], [[]])
@@ -262,4 +263,4 @@ def test_layers_that_no_kernel_runs_are_named() -> None:
     module = tiny_model("bamba", mamba_d_state=6)
     with pytest.raises(ModelError, match=r"runner 'lean-native' cannot run 'tiny'.*heads of 6 for keys"):
         Runner(wrap_model(module, name="tiny"), num_slots=1, runner="lean-native")
-    assert Runner(wrap_model(module, name="tiny"), num_slots=1).name == "generic"
+    assert Runner(wrap_model(module, name="tiny"), num_slots=1).name in ("lean-stock", "generic")

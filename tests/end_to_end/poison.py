@@ -14,7 +14,8 @@ import torch
 
 from foretoken import LLM
 from foretoken.core.token_tree import TokenTree
-from foretoken.decoder.native_states import NativeState, NodeRow, StateBlock
+from foretoken.decoder.native_states import StateBlock
+from foretoken.decoder.path_states import NodeRow, PathState
 from foretoken.decoder.recurrent_states import LayerState, RecurrentStates, _At, _LastPass
 from foretoken.drafters.base import DraftContext, Prefix
 from foretoken.drafters.draft_model import DraftModelDrafter
@@ -108,9 +109,9 @@ class _PartlyDead:
 
 
 def _nan(state: Any) -> Any:
-    if isinstance(state, NativeState):
+    if isinstance(state, PathState):
         rows = [NodeRow(_nan_block(row.block), row.place) for row in state.rows]
-        return NativeState(None if state.block is None else _nan_block(state.block), rows)
+        return PathState(None if state.block is None else _nan_block(state.block), rows)
     if state is None:
         return None
     return LayerStates({layer: LayerState(*map(_filled, each)) for layer, each in state.items()})

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from foretoken.core.passes import Pass
-from foretoken.decoder.native_states import NativeState
+from foretoken.decoder.path_states import PathState
 from foretoken.decoder.recurrent_states import _EMPTY, LayerState, RecurrentStates, Start, _At, _LastPass
 from foretoken.decoder.slot_cache import SlotCache
 from foretoken.drafters.base import Prefix
@@ -78,9 +78,9 @@ def last_node(commit: Commit) -> Any:
 
 
 def stale_window(commit: Commit) -> Any:
-    """The recurrent state is rolled back, the window of the convolution is not. Native: inputs of wrong siblings."""
+    """The recurrent state is rolled back, the window of the convolution is not. Lean: inputs of wrong siblings."""
     right, wrong = commit.last.after(commit.path[-1] if commit.path else 0), last_node(commit)
-    if isinstance(right, NativeState):
+    if isinstance(right, PathState):
         return right._replace(rows=[row._replace(place=max(0, row.place - 1)) for row in right.rows])
     return LayerStates({layer: LayerState(wrong[layer].window, each.recurrent) for layer, each in right.items()})
 
