@@ -257,6 +257,8 @@ class GraphDecoder:
             if not has_cuda_graphs(weights.device):
                 raise UnsuitableError("passes are captured as CUDA graphs on NVIDIA GPUs only.")
             capture = CudaGraphCapture(weights.device)
+        if weights.layers.mixers:
+            raise UnsuitableError("a pass through recurrent layers goes as deep as its trees, and cannot be captured.")
         if weights.layers.has_experts:
             raise UnsuitableError("a pass through experts looks at their routing on the host, and cannot be captured.")
         widest = max(part.shape[-1] for part in (*cache.keys, *cache.values))

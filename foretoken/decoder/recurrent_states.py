@@ -7,7 +7,7 @@ the last accepted node. Prompt chunks need no commit: the next pass of their slo
 A draft model expands its tree in several passes over the same prefix. Each knows the states of the nodes before.
 
 What a state is, the decoder knows: tensors of every layer (`foretoken.models.recurrent`), or a state and the inputs of
-the tokens behind it (`foretoken.decoder.native_states`). None is the state before any text. States are never changed.
+the tokens behind it (`foretoken.decoder.path_states`). None is the state before any text. States are never changed.
 So slots share them, and a failed pass is repeated from the same state.
 
 Another text can begin inside the text of a slot where a snapshot was kept: before the last token of a prompt, about
@@ -98,6 +98,29 @@ def kept_nodes(work: Pass) -> set[int]:
         sequence = bisect_right(work.offsets, row) - 1
         kept.add(row - work.offsets[sequence + 1] + ends[sequence])
     return kept
+
+
+class NodeLevel(NamedTuple):
+    """Nodes that are equally deep, and the places of their parents in the level before; at first, of states."""
+
+    nodes: list[int]
+    parents: list[int]
+
+
+def sorted_by_depth(parents: Sequence[int]) -> tuple[list[NodeLevel], list[tuple[int, int]]]:
+    """Sorts nodes by depth; parents: an earlier node of each, or ~i for a node that begins with state i.
+
+    Returns the levels, and the level of each node with its place there.
+    """
+    levels, places = list[NodeLevel](), list[tuple[int, int]]()
+    for node, parent in enumerate(parents):
+        depth, place = (0, ~parent) if parent < 0 else (places[parent][0] + 1, places[parent][1])
+        if depth == len(levels):
+            levels.append(NodeLevel([], []))
+        places.append((depth, len(levels[depth].nodes)))
+        levels[depth].nodes.append(node)
+        levels[depth].parents.append(place)
+    return levels, places
 
 
 class _LastPass(NamedTuple):

@@ -9,132 +9,38 @@ feed-forward layer.
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import cached_property, partial
-from itertools import pairwise
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
-from weakref import WeakValueDictionary
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 
 from foretoken.attention.layout import AttentionLayout, tree_attention
-from foretoken.core.backend import has_triton_kernels, runs_cpu_kernels
+from foretoken.core.backend import has_triton_kernels
 from foretoken.core.errors import PassError
 from foretoken.decoder.base import PassOutput, UnsuitableError
-from foretoken.decoder.blocks import Block, Blocks, Experts, FeedForward, LeanWeights, Matrix, Norm, Side, tap_indices
+from foretoken.decoder.blocks import Block, Experts, FeedForward, FeedForwardBlock, Matrix, Norm, Side, tap_indices
+from foretoken.decoder.fused_linear import fuse, lm_head
 from foretoken.decoder.memory import check_memory
 from foretoken.decoder.quantized_modules import mixed
+from foretoken.decoder.torch_mixers import MixedPass, MixerSizes, torch_mixer
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from foretoken.core.passes import Pass, Tap
-    from foretoken.decoder.blocks import Activation, Rotary
+    from foretoken.decoder.blocks import Activation, Blocks, LeanWeights, RecurrentBlock, Rotary
+    from foretoken.decoder.fused_linear import FusedLinear
     from foretoken.decoder.slot_cache import SlotCache
-
-_PACKED_FOR_ROWS = 16  # the width of a usual verify pass, for which oneDNN chooses its blocking; a choice
-
-
-class FusedLinear(nn.Module):
-    """Several linear layers of the same input as one; adjacent weights are read in place, others are copied."""
-
-    def __init__(self, parts: Sequence[Matrix], *, moves_weights: bool = False) -> None:
-        """Joins layers in order; with `moves_weights` the parts may become views of the joined weight."""
-        super().__init__()
-        weights = [part.dense().detach() for part in parts]
-        is_joined = _are_adjacent(weights)
-        weight = _joined(weights) if is_joined else torch.cat(weights)
-        bias = None
-        if any(part.bias is not None for part in parts):
-            bias = torch.cat([w.new_zeros(len(w)) if p.bias is None else p.bias.detach().to(w.dtype)
-                              for p, w in zip(parts, weights, strict=True)])  # fmt: skip
-        self.in_features, self.out_features = weight.shape[1], weight.shape[0]
-        self._is_packed = is_packable(weight)
-        self._weight = torch.ops.mkldnn._reorder_linear_weight(weight, _PACKED_FOR_ROWS) if self._is_packed else weight
-        self._bias = bias
-        self._is_streamed = _is_streamed(weight, bias)
-        if moves_weights and not is_joined and not self._is_packed:
-            for part, rows in zip(parts, weight.split([len(each) for each in weights]), strict=True):
-                part.dense().data = rows
-        self._originals = [part.dense().detach() for part in parts]  # keeps the storages in `_key` alive
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Turns (…, in_features) into (…, out_features)."""
-        if self._is_packed:
-            result: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._weight, self._bias, "none", [], "")
-            return result
-        return self.gemm(x, x.dtype)
-
-    def gemm(self, x: Tensor, dtype: torch.dtype, *, in_parts: bool = False) -> Tensor:
-        """Turns (M, in_features) into (M, out_features) of a dtype; few rows by the GEMM of `triton_kernels`.
-
-        in_parts: Whether the caller can sum over (P, M, out_features) float32.
-        """
-        if self._is_streamed and x.dim() == 2 and x.is_contiguous():
-            from foretoken.decoder.triton_kernels import MOST_ROWS, small_batch_gemm
-
-            if len(x) <= MOST_ROWS:
-                return small_batch_gemm(x, self._weight, dtype, in_parts=in_parts)
-        return functional.linear(x, self._weight, self._bias).to(dtype)
-
-
-# Decoders of one model share fused layers, which live as long as the last decoder.
-_fused: WeakValueDictionary[tuple[tuple[int, ...], ...], FusedLinear] = WeakValueDictionary()
-
-
-def is_packable(weight: Tensor) -> bool:
-    """Decides whether oneDNN has a packed GEMM for a weight here."""
-    is_known = weight.dtype == torch.float32 or (
-        weight.dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    )
-    return runs_cpu_kernels(weight.device) and torch.backends.mkldnn.is_available() and is_known
-
-
-def _is_streamed(weight: Tensor, bias: Tensor | None) -> bool:
-    if not has_triton_kernels(weight.device):
-        return False
-    from foretoken.decoder.triton_kernels import fits_gemm
-
-    return fits_gemm(weight, bias)
-
-
-def fuse(*parts: Matrix, moves_weights: bool = False) -> FusedLinear:
-    """Returns the fused layers of one input, in the order of the outputs; reuses earlier ones. See `FusedLinear`."""
-    whole = _fused.get(_key(parts))
-    if whole is None:
-        whole = FusedLinear(parts, moves_weights=moves_weights)
-        _fused[_key(parts)] = whole  # the key after the weights moved
-    return whole
-
-
-def _key(parts: Sequence[Matrix]) -> tuple[tuple[int, ...], ...]:
-    return tuple(
-        (t.untyped_storage()._cdata, 0 if t.is_inference() else t._version, t.storage_offset(), *t.shape, *t.stride())
-        for part in parts
-        for t in (part.dense(), *(() if part.bias is None else (part.bias,)))
-    )
-
-
-def _are_adjacent(weights: Sequence[Tensor]) -> bool:
-    is_one = len({w.untyped_storage()._cdata for w in weights}) == 1 and all(w.is_contiguous() for w in weights)
-    return len(weights) == 1 or (
-        is_one and all(a.storage_offset() + a.numel() == b.storage_offset() for a, b in pairwise(weights))
-    )
-
-
-def _joined(weights: Sequence[Tensor]) -> Tensor:
-    first = weights[0]
-    if len(weights) == 1:
-        return first
-    return first.as_strided((sum(map(len, weights)), first.shape[1]), (first.shape[1], 1), first.storage_offset())
+    from foretoken.decoder.torch_mixers import TorchMixer
 
 
 class Turns:
     """Cosines and sines at the positions of a pass, looked up once for all layers; `positions`: (M,) int64."""
 
     def __init__(self, positions: Tensor, dtype: torch.dtype) -> None:
-        self.positions, self._dtype = positions, dtype
+        self.positions, self._dtype = positions.contiguous(), dtype  # of the host's trees they are columns
         self._known: dict[int, tuple[Tensor, Tensor]] = {}
 
     def of(self, rotary: Rotary) -> tuple[Tensor, Tensor]:
@@ -289,18 +195,38 @@ class TorchBlocks:
     """Blocks on a slot cache. `FusedLinear` says how much memory fused weights take."""
 
     def __init__(self, blocks: Blocks, cache: SlotCache, *, moves_weights: bool = False) -> None:
-        """Fuses the projections of blocks on one device; takes the fastest element-wise operations."""
-        if not blocks.is_plain:
-            raise UnsuitableError("only native kernels on CPUs run recurrent layers, and blocks of one part.")
+        """Fuses the projections of blocks on one device; takes the fastest element-wise operations.
+
+        Raises `UnsuitableError` for recurrent layers of several sizes, or without states in the cache.
+        """
+        if not blocks.is_plain and cache.states is None:
+            raise UnsuitableError("recurrent layers, and blocks of one part, run in whole models alone.")
         self._cache, self._ops = cache, elementwise_ops(blocks.dtype, blocks.device)
-        self._layers = [
-            _Layer(index, block, blocks.dtype, moves_weights=moves_weights)
-            for index, block in enumerate(blocks.attention)
-        ]
+        self._sizes = MixerSizes.of(blocks.mixers, blocks.dtype, blocks.device)
+        self._layers, count = list[_Layer](), 0
+        for index, block in enumerate(blocks.blocks):
+            self._layers.append(_Layer(index, block, count, blocks.dtype, moves_weights=moves_weights))
+            count += self._layers[-1].mixer is not None
         self._final_norm = prepared_norm(blocks.final_norm, blocks.dtype)
 
+    def mixed(self, work: Pass) -> MixedPass | None:
+        """Prepares what recurrent layers need in a pass; None without any. Raises `PassError` as `RecurrentStates`.
+
+        The host reads the parents: work should be there, or the device is waited for.
+        """
+        if self._sizes is None:
+            return None
+        assert self._cache.states is not None, "recurrent layers have states"
+        return MixedPass(work, self._cache.states, self._sizes)
+
     def run(
-        self, x: Tensor, work: Pass, layout: AttentionLayout, taps: Sequence[int], side: Tensor | None = None
+        self,
+        x: Tensor,
+        work: Pass,
+        layout: AttentionLayout,
+        taps: Sequence[int],
+        side: Tensor | None = None,
+        mixed: MixedPass | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Computes every token of a pass; writes its keys and values to the cache.
 
@@ -308,6 +234,7 @@ class TorchBlocks:
             x: (M, E), the inputs of the first block.
             taps: F boundary indices: i is the input of block i, L the output of the last block, L + 1 the final norm.
             side: (M, E), contiguous, the second input of the first block, or None.
+            mixed: See `mixed`; the states of the pass are there afterwards.
 
         Returns:
             (M, E) after the final norm, and the (M, F, E) features of the taps; no features without taps or if only
@@ -319,52 +246,70 @@ class TorchBlocks:
         layers = self._layers[: work.num_layers]
         if work.num_layers is not None and len(layers) < work.num_layers:
             raise PassError(f"the pass goes through {work.num_layers} blocks, the target has {len(layers)}.")
-        x, delta, boundaries = self._through(layers, x, Turns(work.token_positions, x.dtype), layout, side)
+        inputs = _Inputs(Turns(work.token_positions, x.dtype), layout, side, mixed)
+        x, delta, boundaries = self._through(layers, x, inputs)
         x, final = self._ops.add_and_norm(x, delta, self._final_norm)
         boundaries += [x, final]
         has_features = taps and work.num_layers is None
         return final, torch.stack([boundaries[tap] for tap in taps], dim=1) if has_features else None
 
     def append(self, x: Tensor, work: Pass, layout: AttentionLayout, side: Tensor | None = None) -> None:
-        """Runs a pass without the rest of the last block after its keys and values."""
-        turns, last = Turns(work.token_positions, x.dtype), self._layers[-1]
-        x, delta, _ = self._through(self._layers[:-1], x, turns, layout, side)
-        _, normed = self._ops.add_and_norm(x, delta, last.block.attention_norm)
-        joined = last.key_value(self._with_side(last.block, normed, side))
-        TorchOps().rotate_and_write(Projected(joined, 0, last.index, turns, layout), last.block, self._cache)
+        """Runs a pass without the rest of the last block, which has attention, after its keys and values."""
+        inputs, last = _Inputs(Turns(work.token_positions, x.dtype), layout, side, None), self._layers[-1]
+        block = last.block
+        assert isinstance(block, Block), "it has keys and values"
+        x, delta, _ = self._through(self._layers[:-1], x, inputs)
+        _, normed = self._ops.add_and_norm(x, delta, block.attention_norm)
+        joined = last.key_value(self._with_side(block, normed, side))
+        TorchOps().rotate_and_write(Projected(joined, 0, last.index, inputs.turns, layout), block, self._cache)
 
     def _through(
-        self, layers: Sequence[_Layer], x: Tensor, turns: Turns, layout: AttentionLayout, side: Tensor | None
+        self, layers: Sequence[_Layer], x: Tensor, inputs: _Inputs
     ) -> tuple[Tensor, Tensor | None, list[Tensor]]:
         """Returns the residual stream, what is yet to be added to it, and the input of each block."""
         ops, boundaries = self._ops, list[Tensor]()
         delta: Tensor | None = None
         for layer in layers:
             block = layer.block
-            x, normed = ops.add_and_norm(x, delta, block.attention_norm)
-            boundaries.append(x)
-            normed = self._with_side(block, normed, side)
-            delta = self._normed(self._attention(layer, normed, turns, layout), block.attention_post_norm)
-            delta = delta if block.attention_factor == 1.0 else delta * block.attention_factor
-            x, normed = ops.add_and_norm(x, delta, block.mlp_norm)
-            delta = self._normed(layer.mlp(normed, ops), block.mlp_post_norm)
-            delta = delta if block.mlp_factor == 1.0 else delta * block.mlp_factor
+            if not isinstance(block, FeedForwardBlock):
+                x, normed = ops.add_and_norm(x, delta, block.attention_norm)
+                boundaries.append(x)
+                delta = self._first_half(layer, normed, inputs)
+            if layer.mlp is not None:
+                x, normed = ops.add_and_norm(x, delta, block.mlp_norm)
+                boundaries += [x] if isinstance(block, FeedForwardBlock) else []
+                delta = self._normed(layer.mlp(normed, ops), layer.mlp_post_norm)
+                delta = delta if block.mlp_factor == 1.0 else delta * block.mlp_factor
         return x, delta, boundaries
 
-    def _attention(self, layer: _Layer, normed: Tensor, turns: Turns, layout: AttentionLayout) -> Tensor:
+    def _first_half(self, layer: _Layer, normed: Tensor, inputs: _Inputs) -> Tensor:
+        """Returns what attention and a mixer add, see `_projected`."""
+        added = None
+        if layer.mixer is not None:
+            assert inputs.mixed is not None, "the pass was prepared"
+            added = layer.mixer(normed, inputs.mixed)
+        if isinstance(block := layer.block, Block):
+            normed = self._with_side(block, normed, inputs.side)
+            attended = self._normed(self._attention(layer, block, normed, inputs), block.attention_post_norm)
+            attended = attended if block.attention_factor == 1.0 else attended * block.attention_factor
+            added = attended if added is None else attended + added
+        assert added is not None, "it has attention or a mixer"
+        return added
+
+    def _attention(self, layer: _Layer, block: Block, normed: Tensor, inputs: _Inputs) -> Tensor:
         """Returns the output projection of attention, see `_projected`; writes the layer's keys and values."""
-        block, spec = layer.block, layer.block.spec
-        projected = Projected(layer.query_key_value(normed), spec.num_heads, layer.index, turns, layout)
+        spec = block.spec
+        projected = Projected(layer.query_key_value(normed), spec.num_heads, layer.index, inputs.turns, inputs.layout)
         query = self._ops.rotate_and_write(projected, block, self._cache)
         attended = tree_attention(
-            query, self._cache.keys[layer.index], self._cache.values[layer.index], layout, scale=spec.attention_scale,
-            window=spec.window, softcap=spec.softcap,
+            query, self._cache.keys[layer.index], self._cache.values[layer.index], inputs.layout,
+            scale=spec.attention_scale, window=spec.window, softcap=spec.softcap,
         )  # fmt: skip
-        mixed = attended.flatten(1)
+        heads = attended.flatten(1)
         if layer.gate is not None:
-            mixed = mixed * layer.gate(normed).sigmoid()
-        in_parts = self._ops.sums_parts and not block.attention_post_norm
-        return _projected(layer.output, mixed, in_parts=in_parts)
+            heads = heads * layer.gate(normed).sigmoid()
+        in_parts = self._ops.sums_parts and not block.attention_post_norm and layer.mixer is None
+        return _projected(layer.output, heads, in_parts=in_parts)
 
     def _with_side(self, block: Block, normed: Tensor, side: Tensor | None) -> Tensor:
         """Returns the input of attention: (M, E), or (M, 2 E) with a second input."""
@@ -377,39 +322,75 @@ class TorchBlocks:
         return x if norm is None else self._ops.add_and_norm(x, None, norm)[1]
 
 
+class _Inputs(NamedTuple):
+    """What blocks read in a pass besides the residual stream."""
+
+    turns: Turns
+    layout: AttentionLayout
+    side: Tensor | None
+    mixed: MixedPass | None
+
+
 class _Layer:
-    def __init__(self, index: int, block: Block, dtype: torch.dtype, *, moves_weights: bool) -> None:
+    """A block with its norms and matrices prepared. `number`: of its mixer among those of the model."""
+
+    def __init__(
+        self,
+        index: int,
+        block: Block | RecurrentBlock | FeedForwardBlock,
+        number: int,
+        dtype: torch.dtype,
+        *,
+        moves_weights: bool,
+    ) -> None:
         self.index = index
-        norms: dict[str, Any] = {name: prepared_norm(getattr(block, name), dtype) for name in _NORMS}
-        side = prepared_norm(None if block.side is None else block.side.norm, dtype)
-        self.block = replace(block, **norms, side=None if side is None else Side(norm=side))
-        query, gate = block.without_gates()
-        self.query_key_value = fuse(query, block.key, block.value, moves_weights=moves_weights)
-        self.gate = None if gate is None else fuse(gate)  # of the heads' outputs
-        self.output = fuse(block.output)
-        assert block.mlp is not None, "the blocks are plain"
-        self.mlp = (
-            TorchExperts(block.mlp, block, moves_weights=moves_weights)
-            if isinstance(block.mlp, Experts)
-            else _TorchFeedForward(block.mlp, block, moves_weights=moves_weights)
-        )
+        changes: dict[str, Any] = {
+            name: prepared_norm(getattr(block, name), dtype) for name in _NORMS if hasattr(block, name)
+        }
+        mixer: Any = getattr(block, "mixer", None)
+        activation = block.spec.activation if isinstance(block, Block) else block.activation
+        if isinstance(block, Block):
+            side = prepared_norm(None if block.side is None else block.side.norm, dtype)
+            changes["side"] = None if side is None else Side(norm=side)
+            mixer = block.beside
+            query, gate = block.without_gates()
+            self.query_key_value = fuse(query, block.key, block.value, moves_weights=moves_weights)
+            self.gate = None if gate is None else fuse(gate)  # of the heads' outputs
+            self.output = fuse(block.output)
+        self.block = replace(block, **changes)
+        self.mixer: TorchMixer | None = None
+        if mixer is not None:
+            self.mixer = torch_mixer(number, mixer, moves_weights=moves_weights)
+        self.mlp_post_norm: Norm | None = changes.get("mlp_post_norm")
+        self.mlp: TorchExperts | _TorchFeedForward | None = None
+        if isinstance(block.mlp, Experts):
+            self.mlp = TorchExperts(block.mlp, activation, moves_weights=moves_weights)
+        elif block.mlp is not None:
+            can_sum = self.mlp_post_norm is None
+            self.mlp = _TorchFeedForward(block.mlp, activation, can_sum=can_sum, moves_weights=moves_weights)
 
     @cached_property
     def key_value(self) -> FusedLinear:
+        assert isinstance(self.block, Block), "it has keys and values"
         return fuse(self.block.key, self.block.value)
 
 
 class _TorchFeedForward:
-    def __init__(self, layers: FeedForward, block: Block, *, moves_weights: bool) -> None:
-        if layers.gate_factor != 1.0:
-            raise UnsuitableError("only native kernels on CPUs run feed-forward layers with a factor of the gate.")
-        self._activation, self._is_gated = block.spec.activation, layers.gate is not None
-        self._can_sum = block.mlp_post_norm is None and layers is block.mlp
+    """A feed-forward layer. `can_sum`: whether the caller can sum over parts of the outputs."""
+
+    def __init__(
+        self, layers: FeedForward, activation: Activation, *, can_sum: bool = False, moves_weights: bool
+    ) -> None:
+        self._activation, self._is_gated, self._factor = activation, layers.gate is not None, layers.gate_factor
+        self._can_sum = can_sum
         gates = () if layers.gate is None else (layers.gate,)
         self._up, self._down = fuse(*gates, layers.up, moves_weights=moves_weights), fuse(layers.down)
 
     def __call__(self, x: Tensor, ops: TorchOps) -> Tensor:
-        up = ops.activate(self._up(x), self._activation, is_gated=self._is_gated)
+        up = self._up(x)
+        if self._factor != 1.0:
+            up[:, : up.shape[1] // 2] *= self._factor
+        up = ops.activate(up, self._activation, is_gated=self._is_gated)
         return _projected(self._down, up, in_parts=ops.sums_parts and self._can_sum)
 
 
@@ -422,11 +403,11 @@ def _projected(layer: FusedLinear, x: Tensor, *, in_parts: bool) -> Tensor:
 class TorchExperts:
     """A mixture of experts: computes all tokens of an expert together. Reads the routing on the host."""
 
-    def __init__(self, experts: Experts, block: Block, *, moves_weights: bool) -> None:
-        self._experts, self._activation = experts, block.spec.activation
+    def __init__(self, experts: Experts, activation: Activation, *, moves_weights: bool) -> None:
+        self._experts, self._activation = experts, activation
         self._gate_up, self._down = experts.dense()
         shared = experts.shared
-        self._shared = None if shared is None else _TorchFeedForward(shared, block, moves_weights=moves_weights)
+        self._shared = None if shared is None else _TorchFeedForward(shared, activation, moves_weights=moves_weights)
 
     def __call__(self, x: Tensor, ops: TorchOps) -> Tensor:
         """Turns (M, E) into (M, E)."""
@@ -461,19 +442,20 @@ class StockDecoder:
         self._weights, self._embedding = weights, Matrix(weight=weights.embedding).dense()
         self._taps = tap_indices(taps, weights.num_layers)
         self._blocks = TorchBlocks(weights.layers, cache, moves_weights=not weights.is_borrowed)
-        self._head = _head(weights)
+        self._head = lm_head(weights)
         self._tensors = list(weights.tensors())
 
     def run(self, work: Pass) -> PassOutput:
         """See `Decoder`."""
-        work = work.to(self._weights.device)
         check_memory(self._tensors)
         with torch.inference_mode():
+            given, mixed = work, self._blocks.mixed(work)
+            work = work.to(self._weights.device)
             x = functional.embedding(work.tokens, self._embedding)
             if self._weights.embedding_scale != 1.0:
                 x = x * self._weights.embedding_scale
             layout = AttentionLayout(work)
-            final, features = self._blocks.run(x, work, layout, self._taps)
+            final, features = self._blocks.run(x, work, layout, self._taps, mixed=mixed)
             logits, cap = None, self._weights.logit_softcap
             if work.logit_rows is not None:
                 logits = self._head(final if work.has_all_logits else final[work.logit_rows]).float()
@@ -482,15 +464,6 @@ class StockDecoder:
                 if (tokens := self._weights.head_tokens) is not None:
                     shape = len(logits), self._weights.vocab_size
                     logits = logits.new_full(shape, float("-inf")).index_copy_(1, tokens, logits)
+            if mixed is not None:
+                mixed.finish(given)
             return PassOutput(logits=logits, features=features, attention=layout.attention)
-
-
-def _head(weights: LeanWeights) -> Callable[[Tensor], Tensor]:
-    """Returns the LM head, packed if possible; a tied head may be as large as the rest of a small model."""
-    head = weights.head
-    if type(head) is not nn.Linear or weights.head_tokens is not None:  # rows may be exchanged in place
-        return head
-    if _is_streamed(head.weight, head.bias):
-        return partial(fuse(Matrix(weight=head.weight, bias=head.bias)).gemm, dtype=torch.float32)
-    is_tied = head.weight.data_ptr() == Matrix(weight=weights.embedding).dense().data_ptr()
-    return fuse(Matrix(weight=head.weight, bias=head.bias)) if is_packable(head.weight) and not is_tied else head

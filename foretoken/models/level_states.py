@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
@@ -9,10 +10,10 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from foretoken.decoder.recurrent_states import LayerState, kept_nodes
+from foretoken.decoder.recurrent_states import LayerState, kept_nodes, sorted_by_depth
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Sequence
 
     from foretoken.core.passes import Pass
     from foretoken.decoder.recurrent_states import PassStates, RecurrentStates, Start
@@ -26,7 +27,7 @@ class LayerStates(dict[int, LayerState]):
         return [part for state in self.values() for part in state if part is not None]
 
 
-class NodeLevel(NamedTuple):
+class TokenLevel(NamedTuple):
     """Nodes of a pass that are equally deep.
 
     Attributes:
@@ -57,7 +58,7 @@ class LevelStates:
     starts: Sequence[Start]
     empty: Mapping[int, LayerState]
     begun: Sequence[Mapping[int, LayerState]]
-    levels: Sequence[NodeLevel]
+    levels: Sequence[TokenLevel]
     place: Mapping[int, tuple[int, int]]
     earlier: Mapping[int, tuple[PassStates, int]] = field(default_factory=dict)
     kept: dict[int, dict[int, LayerState]] = field(default_factory=dict)
@@ -65,11 +66,9 @@ class LevelStates:
     @classmethod
     def of(cls, work: Pass, slots: RecurrentStates) -> LevelStates:
         """Sorts the nodes of a pass by depth; raises `PassError` as `RecurrentStates.begin`."""
-        starts, above, wanted = slots.begin(work), work.parents.tolist(), kept_nodes(work)
-        place: dict[int, tuple[int, int]] = {}
+        starts, parents, wanted = slots.begin(work), work.parents.tolist(), kept_nodes(work)
         earlier: dict[int, tuple[PassStates, int]] = {}
-        begun: list[Mapping[int, LayerState]] = []
-        tokens, parents, kept = list[list[int]](), list[list[int]](), set[int]()
+        begun, above, nodes = list[Mapping[int, LayerState]](), list[int](), list[int]()
         ends = work.node_offsets
         for sequence, (first_token, end_token) in enumerate(pairwise(work.offsets)):
             first, end, start = ends[sequence], ends[sequence + 1], starts[sequence]
@@ -78,28 +77,24 @@ class LevelStates:
                 earlier |= {first + node: (start.earlier, start.first + node) for node in range(num_earlier)}
             index: dict[int, int] = {}  # in `begun`, of the nodes that begin there
             for node in range(first + num_earlier, end):
-                parent = first + above[node]
-                if parent in place and above[node] >= 0:
-                    level, row = place[parent]
-                    level += 1
-                else:
-                    if above[node] not in index:
-                        index[above[node]] = len(begun)
-                        known = start.state if above[node] < 0 else _behind(earlier, parent)
-                        begun.append(slots.empty if known is None else known)
-                    level, row = 0, index[above[node]]
-                if level == len(tokens):
-                    tokens.append([])
-                    parents.append([])
-                place[node] = level, len(tokens[level])
-                tokens[level].append(node - end + end_token)
-                parents[level].append(row)
-                if node in wanted:
-                    kept.add(level)
-        device = work.tokens.device
+                nodes.append(node)
+                parent = parents[node]
+                if parent >= num_earlier:
+                    above.append(first_token + parent - num_earlier)
+                    continue
+                if parent not in index:
+                    index[parent] = len(begun)
+                    known = start.state if parent < 0 else _behind(earlier, first + parent)
+                    begun.append(slots.empty if known is None else known)
+                above.append(~index[parent])
+        by_depth, places = sorted_by_depth(above)
+        place = dict(zip(nodes, places, strict=True))
+        kept, device = {place[node][0] for node in wanted if node in place}, work.tokens.device
         levels = [
-            NodeLevel(torch.tensor(nodes, device=device), torch.tensor(rows, device=device), number in kept)
-            for number, (nodes, rows) in enumerate(zip(tokens, parents, strict=True))
+            TokenLevel(
+                torch.tensor(level.nodes, device=device), torch.tensor(level.parents, device=device), number in kept
+            )
+            for number, level in enumerate(by_depth)
         ]
         return cls(starts, slots.empty, begun, levels, place, earlier)
 

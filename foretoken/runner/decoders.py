@@ -29,6 +29,7 @@ from foretoken.decoder.native_states import block_bytes
 from foretoken.decoder.native_states import state_bytes as native_state_bytes
 from foretoken.decoder.slot_cache import LayerShape
 from foretoken.decoder.torch_blocks import StockDecoder
+from foretoken.decoder.torch_mixers import MixerSizes
 from foretoken.files.user_cache import KeptEntries
 from foretoken.models.generic import GenericDecoder, run_plain
 from foretoken.models.lean_weights import read_weights
@@ -106,17 +107,20 @@ def state_bytes(
 ) -> StateBytes:
     """Returns what the states of a model take, before its decoder is made.
 
-    The native kernels make states of each tree's root and store the inputs of its nodes; `generic` has a state of every
+    Lean decoders make states of each tree's root and store the inputs of its nodes; `generic` has a state of every
     node. `runner`: a decoder, or a way to choose one.
     """
     parts = [part for shape in shapes for part in shape.state or () if part is not None]
     if not parts:
         return StateBytes()
-    is_native = runner not in DECODERS or runner == NativeDecoder.name
-    if is_native and NativeDecoder.runs(model.device, model.dtype):
+    if runner != GenericDecoder.name:
         with suppress(UnsuitableError):
             mixers = read_weights(model, 1).layers.mixers
-            return StateBytes(native_state_bytes(mixers, num_slots, max_nodes), block_bytes(mixers, 1))
+            if runner != StockDecoder.name and NativeDecoder.runs(model.device, model.dtype):
+                return StateBytes(native_state_bytes(mixers, num_slots, max_nodes), block_bytes(mixers, 1))
+            sizes = MixerSizes.of(mixers, model.dtype, model.device)
+            if sizes is not None:
+                return StateBytes(2 * num_slots * sizes.block_bytes(max_nodes), sizes.block_bytes(1))
     state = sum(part.nbytes for part in parts)
     return StateBytes(num_slots * (max_nodes + 2) * state, state)
 

@@ -32,7 +32,7 @@ from foretoken import LLM, SamplingParams
 from foretoken.core.errors import ConfigError, ModelError
 from foretoken.core.token_tree import TokenTree, TreeRow
 from foretoken.decoder.blocks import Matrix
-from foretoken.decoder.torch_blocks import fuse
+from foretoken.decoder.fused_linear import fuse
 from foretoken.engine.acceptor import greatest_on_host
 from foretoken.models.generic import run_plain
 from foretoken.models.loading import wrap_model

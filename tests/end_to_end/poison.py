@@ -17,6 +17,7 @@ from foretoken.core.token_tree import TokenTree
 from foretoken.decoder.native_states import StateBlock
 from foretoken.decoder.path_states import NodeRow, PathState
 from foretoken.decoder.recurrent_states import LayerState, RecurrentStates, _At, _LastPass
+from foretoken.decoder.torch_mixers import TorchBlock
 from foretoken.drafters.base import DraftContext, Prefix
 from foretoken.drafters.draft_model import DraftModelDrafter
 from foretoken.drafters.head_drafter import HeadDrafter
@@ -41,8 +42,9 @@ def poison_target(engine: LLM, *, start: int = 0) -> None:
             engine.target.cache.poison(slot, max(0, length + start))
             if states is not None:
                 poison_states(states, slot, max(0, length + start))
-        if states is not None and engine.target.name == "lean-native":
-            poison_inputs(states, engine.target.decoder._state_memory)
+        if states is not None and engine.target.name != "generic":
+            with torch.inference_mode():
+                poison_inputs(states, getattr(engine.target.decoder, "_state_memory", ()))
 
     def poisoned_step() -> Any:
         changed = step()
@@ -72,8 +74,8 @@ def poison_states(states: RecurrentStates, slot: int, start: int) -> None:
 
 
 def poison_inputs(states: RecurrentStates, memories: Any) -> None:
-    """NaN in the rows of blocks of the native kernels that no state needs, and in the memory that nobody uses."""
-    alive: dict[int, tuple[StateBlock, set[int]]] = {}
+    """NaN in the rows of blocks that no state needs, and in the memory of native kernels that nobody uses."""
+    alive: dict[int, tuple[StateBlock | TorchBlock, set[int]]] = {}
     known = [*states._committed, *filter(None, states._before), *states.snapshots._kept.values()]
     kept = [at.state for at in known]
     for last in states._last:
@@ -84,12 +86,19 @@ def poison_inputs(states: RecurrentStates, memories: Any) -> None:
         for block, place in [*([(state.block, -1)] if state.block else []), *state.rows]:
             alive.setdefault(id(block), (block, set()))[1].add(place)
     for block, places in alive.values():
-        rows = block.tensor[(block.first_row - block.tensor.data_ptr()) // 4 :]
-        width = block._row_bytes // 4
-        for place in set(range(len(rows) // width)) - places:
-            rows[place * width : (place + 1) * width] = torch.nan
+        rows = _rows(block)
+        for place in set(range(len(rows))) - places:
+            rows[place] = torch.nan
     for memory in (memory for each in memories for memory in each._idle):
         memory.fill_(torch.nan)
+
+
+def _rows(block: StateBlock | TorchBlock) -> torch.Tensor:
+    """Returns the rows behind the window, of all layers."""
+    if isinstance(block, TorchBlock):
+        return block.rows[block.window :]
+    rows, width = block.tensor[(block.first_row - block.tensor.data_ptr()) // 4 :], block._row_bytes // 4
+    return rows[: len(rows) // width * width].view(-1, width)
 
 
 class _PartlyDead:
@@ -117,7 +126,9 @@ def _nan(state: Any) -> Any:
     return LayerStates({layer: LayerState(*map(_filled, each)) for layer, each in state.items()})
 
 
-def _nan_block(block: StateBlock) -> StateBlock:
+def _nan_block(block: Any) -> Any:
+    if isinstance(block, TorchBlock):
+        return TorchBlock(_filled(block.state), _filled(block.rows), block.window)
     dead = copy.copy(block)
     dead.tensor = torch.full_like(block.tensor, torch.nan)
     dead.first_row += dead.tensor.data_ptr() - block.tensor.data_ptr()

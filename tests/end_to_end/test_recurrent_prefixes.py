@@ -18,7 +18,11 @@ from foretoken.decoder.recurrent_states import RecurrentStates
 from foretoken.decoder.state_snapshots import Snapshots
 from foretoken.engine.scheduler import LEAST_JUNCTION
 
-CASES = [("qwen3_5", "lean-native"), ("lfm2", "lean-native"), ("bamba", "lean-native"), ("qwen3_5", "generic")]
+CASES = [
+    *(pytest.param(each, "lean-native") for each in ("qwen3_5", "lfm2", "bamba")),
+    pytest.param("qwen3_5", "generic"),
+    *(pytest.param(each, "lean-stock", marks=pytest.mark.slow) for each in ("qwen3_5", "lfm2", "bamba")),
+]
 each = pytest.mark.parametrize(("architecture", "runner"), CASES)
 GREEDY = SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=True)
 LOOKUP = {"method": "ngram", "prompt_lookup_min": 1}

@@ -41,21 +41,32 @@ def known(architecture: str) -> list[list[int]]:
     return [[*o.prompt_token_ids, *o.outputs[0].token_ids] for o in plain(architecture)]
 
 
-@pytest.mark.parametrize("architecture", RECURRENT_ARCHITECTURES)
-def test_text_with_lookups_is_plain_decodings(architecture: str) -> None:
+STOCK = ("qwen3_5", "bamba", "lfm2", "falcon_h1")
+SLOW_STOCK = [pytest.param(each, "lean-stock", marks=pytest.mark.slow) for each in STOCK]
+
+
+@pytest.mark.parametrize(
+    ("architecture", "runner"),
+    [
+        *((each, "auto") for each in RECURRENT_ARCHITECTURES),
+        *((each, "lean-stock") for each in STOCK[:2]),
+        *SLOW_STOCK[2:],
+    ],
+)
+def test_text_with_lookups_is_plain_decodings(architecture: str, runner: str) -> None:
     made = drafters(architecture, torch.float32)
-    for name in ("ngram tree", "oracle tree"):
-        llm = LLM(module(architecture), max_num_seqs=3, **made[name](known(architecture)))
+    for name in ("ngram tree", "oracle tree", *(["oracle [3, 0, 5]"] if runner == "lean-stock" else [])):
+        llm = LLM(module(architecture), max_num_seqs=3, runner=runner, **made[name](known(architecture)))
         assert_same_text(llm.generate(PROMPTS, PARAMS), plain(architecture), [name] * len(PROMPTS), tolerance=1e-4)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("architecture", FIRST)
+@pytest.mark.parametrize(("architecture", "runner"), [*((each, "auto") for each in FIRST), *SLOW_STOCK])
 @pytest.mark.parametrize("name", CASES)
-def test_text_with_any_drafter_is_plain_decodings(architecture: str, name: str) -> None:
+def test_text_with_any_drafter_is_plain_decodings(architecture: str, runner: str, name: str) -> None:
     made = drafters(architecture, torch.float32)
     made |= {each: head(each, architecture, steps=25, num_speculative_tokens=3) for each in ("eagle", "eagle3")}
-    llm = LLM(module(architecture), max_num_seqs=3, **made[name](known(architecture)))
+    llm = LLM(module(architecture), max_num_seqs=3, runner=runner, **made[name](known(architecture)))
     assert_same_text(llm.generate(PROMPTS, PARAMS), plain(architecture), [name] * len(PROMPTS), tolerance=1e-4)
 
 

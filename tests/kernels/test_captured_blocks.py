@@ -23,7 +23,7 @@ if DEVICE == "cuda":
 
 @pytest.fixture(autouse=True)
 def _as_on_a_gpu(monkeypatch) -> None:
-    monkeypatch.setattr("foretoken.decoder.torch_blocks.is_packable", lambda weight: False)
+    monkeypatch.setattr("foretoken.decoder.fused_linear.is_packable", lambda weight: False)
 
 
 @pytest.mark.parametrize("name", GROUPS)

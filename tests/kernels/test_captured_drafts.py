@@ -45,7 +45,7 @@ def trees(monkeypatch: pytest.MonkeyPatch) -> Rerun:
     """What whole drafts are captured with, on the device that has graphs here."""
     made = Rerun()
     monkeypatch.setattr("foretoken.decoder.cuda_graphs._LEAST_BOUND", 32)  # fewer programs for the interpreter
-    monkeypatch.setattr("foretoken.decoder.torch_blocks.is_packable", lambda weight: False)  # as on a GPU
+    monkeypatch.setattr("foretoken.decoder.fused_linear.is_packable", lambda weight: False)  # as on a GPU
     monkeypatch.setattr("foretoken.trees.dynamic.reads_are_free", lambda device: False)
     monkeypatch.setattr("foretoken.drafters.levels.has_cuda_graphs", lambda device: True)
     monkeypatch.setattr("foretoken.drafters.levels.CudaGraphCapture", lambda device: made)

@@ -18,6 +18,7 @@ from foretoken.core.errors import ModelError
 from foretoken.core.passes import Pass
 from foretoken.core.token_tree import TokenTree, TreeRow
 from foretoken.decoder.cuda_graphs import MAX_GRAPHS, CudaGraphCapture
+from foretoken.decoder.torch_blocks import TritonOps
 from foretoken.models.loading import wrap_model
 from foretoken.runner.decoders import DECODERS
 from foretoken.runner.runner import Runner
@@ -30,7 +31,7 @@ def capture(monkeypatch):
     """What the runner "lean-graphs" captures with here."""
     made = CudaGraphCapture(torch.device(DEVICE)) if DEVICE == "cuda" else Rerun()
     monkeypatch.setattr("foretoken.decoder.cuda_graphs._LEAST_BOUND", 32)  # fewer programs for the interpreter
-    monkeypatch.setattr("foretoken.decoder.torch_blocks.is_packable", lambda weight: False)  # as on a GPU
+    monkeypatch.setattr("foretoken.decoder.fused_linear.is_packable", lambda weight: False)  # as on a GPU
     monkeypatch.setitem(DECODERS, "lean-graphs", graph_decoder(made))
     return made
 
@@ -123,10 +124,29 @@ def test_blocks_that_the_triton_kernels_know_in_part(architecture, capture) -> N
 
 
 @pytest.mark.usefixtures("capture")
-def test_experts_are_left_to_another_decoder() -> None:
-    with pytest.raises(ModelError, match="looks at their routing on the host, and cannot be captured"):
-        runner("lean-graphs", model("qwen3_moe"))
-    assert runner("lean-stock", model("qwen3_moe")).name == "lean-stock"
+@pytest.mark.parametrize(
+    ("architecture", "why"),
+    [("qwen3_moe", "looks at their routing on the host"), ("lfm2", "goes as deep as its trees")],
+)
+def test_what_cannot_be_captured_is_left_to_another_decoder(architecture, why) -> None:
+    target = model(architecture, num_hidden_layers=3)
+    with pytest.raises(ModelError, match=f"{why}, and cannot be captured"):
+        runner("lean-graphs", target)
+    assert runner("lean-stock", target).name == "lean-stock"
+
+
+@pytest.mark.parametrize("architecture", ["qwen3_5", "falcon_h1"])
+def test_recurrent_layers_between_the_triton_kernels(architecture, monkeypatch) -> None:
+    """Blocks with a mixer in place of attention, and beside it; norms, rotation and activations are our kernels'."""
+    target, lengths = model(architecture, num_hidden_layers=3), {0: 6, 1: 3}
+    monkeypatch.setattr("foretoken.decoder.fused_linear.is_packable", lambda weight: False)  # as on a GPU
+    plain = runner("lean-stock", target)
+    monkeypatch.setattr("foretoken.decoder.torch_blocks.elementwise_ops", lambda *_: TritonOps())
+    ours = runner("lean-stock", target)
+    for slot, length in lengths.items():
+        for each in (plain, ours):
+            each.prefill(slot, list(range(3, 3 + length)), 0)
+    assert_same(ours.verification((1, 0), [3, 6], random_tree([6, 4], 0)), plain, ours)
 
 
 def test_levels_and_chains(capture) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -45,7 +46,12 @@ NATIVE = (
     "nemotron_h_moe",
     "mamba2",
 )
-ROUTES = [*((name, "generic") for name in RECURRENT_ARCHITECTURES), *((name, "lean-native") for name in NATIVE)]
+LEAN = ("lean-native", "lean-stock")
+QUICK = ("qwen3_5", "qwen3_next", "lfm2", "falcon_h1_biases")  # on lean-stock; the others are slow
+ROUTES = [
+    pytest.param(name, route, marks=pytest.mark.slow if route == "lean-stock" and name not in QUICK else ())
+    for name, route in [*product(RECURRENT_ARCHITECTURES, ["generic"]), *product(NATIVE, LEAN)]
+]
 
 
 class TokenByToken(PlainModel):
@@ -100,7 +106,7 @@ def test_exact_routes_come_first(architecture: str) -> None:
     assert tiny_runner(architecture).name == ("lean-native" if architecture in NATIVE else "generic")
 
 
-@pytest.mark.parametrize(("architecture", "route"), [route for route in ROUTES if route[0] in (*NATIVE, "jamba")])
+@pytest.mark.parametrize(("architecture", "route"), [each for each in ROUTES if each.values[0] in (*NATIVE, "jamba")])
 @pytest.mark.parametrize("length", [1, 2, 3, 4, 8, 65])
 def test_prompts_of_any_length(architecture: str, route: str, length: int) -> None:
     """Shorter than the window of the convolution, as long, longer, and past the states that a pass keeps."""
@@ -149,7 +155,7 @@ def test_a_failed_or_repeated_pass_changes_nothing() -> None:
         assert torch.equal(runner.verify([0], [len(prompt)], tree).logits, first)
 
 
-@pytest.mark.parametrize("route", ["generic", "lean-native"])
+@pytest.mark.parametrize("route", ["generic", *LEAN])
 def test_a_reused_slot_and_a_copied_prefix(route: str) -> None:
     """A slot begins anew; completions begin before a prompt's last token; other prefixes are not known."""
     runner, rng = tiny_runner("qwen3_5", runner=route), random.Random(5)
@@ -174,7 +180,7 @@ def test_a_reused_slot_and_a_copied_prefix(route: str) -> None:
     assert torch.allclose(runner.verify([3], [8], tree).logits, again, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("route", ["generic", "lean-native"])
+@pytest.mark.parametrize("route", ["generic", *LEAN])
 def test_commits_of_no_pass_are_refused(route: str) -> None:
     runner = tiny_runner("lfm2", runner=route)
     prefill(runner, 0, [1, 2, 3])
@@ -286,7 +292,7 @@ def level(fed: list[int], num_earlier: int | None, length: int = 3) -> Pass:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("route", ["generic", "lean-native"])
+@pytest.mark.parametrize("route", ["generic", *LEAN])
 def test_earlier_nodes_are_those_of_the_pass_before(route: str) -> None:
     runner = tiny_runner("qwen3_5", runner=route)
     prefill(runner, 0, [1, 2, 3])
@@ -301,7 +307,7 @@ def test_earlier_nodes_are_those_of_the_pass_before(route: str) -> None:
         runner.run(level([7], 2))
 
 
-@pytest.mark.parametrize("route", ["generic", "lean-native"])
+@pytest.mark.parametrize("route", ["generic", *LEAN])
 def test_the_last_token_may_be_fed_again(route: str) -> None:
     """A draft model feeds it again where its draft was discarded; no other state before the last nodes is known."""
     runner = tiny_runner("qwen3_5", runner=route)
@@ -316,7 +322,7 @@ def test_the_last_token_may_be_fed_again(route: str) -> None:
             assert torch.equal(runner.run(root).logits, want)
 
 
-@pytest.mark.parametrize("route", ["generic", "lean-native"])
+@pytest.mark.parametrize("route", ["generic", *LEAN])
 def test_a_part_of_the_model_is_refused(route: str) -> None:
     runner = tiny_runner("lfm2", runner=route)
     prefill(runner, 0, [1, 2, 3])

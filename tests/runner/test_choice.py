@@ -15,7 +15,7 @@ from tiny_models import tiny_model
 
 from foretoken import LLM, SamplingParams
 from foretoken.core.errors import ConfigError, ModelError, PassError
-from foretoken.decoder import torch_blocks
+from foretoken.decoder import fused_linear
 from foretoken.decoder.library import native_library
 from foretoken.models.loading import wrap_model
 from foretoken.runner import costs, decoders
@@ -268,11 +268,11 @@ def test_the_losers_leave_nothing_behind() -> None:
     model = loaded()
 
     gc.collect()
-    before = len(torch_blocks._fused)
+    before = len(fused_linear._fused)
     packed = runner(model, "lean-stock", unasked)
-    assert len(torch_blocks._fused) > before
+    assert len(fused_linear._fused) > before
     del packed
-    assert len(torch_blocks._fused) == before
+    assert len(fused_linear._fused) == before
 
     def measured(name: str) -> PassCosts:
         measure_costs(model, name, limit_s=0.0)
@@ -280,7 +280,7 @@ def test_the_losers_leave_nothing_behind() -> None:
 
     made = runner(model, "fastest", measured)
     assert made.name == "lean-native"
-    assert len(torch_blocks._fused) == before
+    assert len(fused_linear._fused) == before
 
 
 @pytest.mark.parametrize("method", [None, "ngram"])

@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from foretoken.core.passes import Pass
 from foretoken.core.token_tree import TokenTree, TreeRow
-from foretoken.decoder import torch_blocks
+from foretoken.decoder import fused_linear
 from foretoken.decoder.base import PassOutput
 from foretoken.files import user_cache
 from foretoken.models.loading import wrap_model
@@ -466,6 +466,6 @@ def test_what_was_measured_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch
     try:
         measure_costs(model, "lean-stock", limit_s=0.0)
         assert [each() for each in made] == [None, None]
-        assert not any(torch_blocks._fused.get(module) for module in model.module.modules())
+        assert not any(fused_linear._fused.get(module) for module in model.module.modules())
     finally:
         gc.enable()
