@@ -23,6 +23,11 @@ def shared_folder() -> Path:
     return Path(os.environ[_VARIABLE])
 
 
+def new_folder(name: str) -> Path:
+    """A new directory inside the run's folder."""
+    return Path(tempfile.mkdtemp(prefix=f"{name}-", dir=shared_folder()))
+
+
 def _remove(folder: str, owner: int) -> None:
     """Unless this is a fork of the process that made it."""
     if os.getpid() == owner:
@@ -41,7 +46,7 @@ def made_once(name: str, key: str, make: Callable[[Path], None]) -> Path:
     directory = folder / f"{name}-{hashlib.sha256(key.encode()).hexdigest()[:16]}"
     with FileLock(f"{directory}.lock"):
         if not directory.exists():
-            unfinished = Path(tempfile.mkdtemp(dir=folder))
+            unfinished = new_folder(name)
             make(unfinished)
             unfinished.rename(directory)
     return directory

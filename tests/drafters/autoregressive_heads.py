@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 
 import torch
 from drafters.drafting_contexts import attached, begin
+from made_once import new_folder
 from tiny_models import tiny_model
 from torch import Tensor
 
@@ -71,7 +71,7 @@ def directory(kind: str, seed: int = 0) -> Path:
                 torch.nn.init.normal_(parameter, mean=1.0, std=0.2)
         if head.token_map is not None:
             head.token_map = torch.randperm(target().vocab_size)[: len(head.token_map)].sort()[0]
-    path = Path(tempfile.mkdtemp(prefix="foretoken-autoregressive-"))
+    path = new_folder("autoregressive")
     native.write_checkpoint(HeadCheckpoint.of_head(head, target=TargetFingerprint.of(target())), path)
     return path
 

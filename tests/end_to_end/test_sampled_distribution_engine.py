@@ -13,7 +13,6 @@ degrees of freedom, where 112 is missed with probability 1e-3. Slow because dist
 from __future__ import annotations
 
 import copy
-import tempfile
 from collections import Counter
 from collections.abc import Sequence
 from functools import cache
@@ -28,6 +27,7 @@ import torch
 from chi_square import chi_square_level
 from end_to_end.stop_rules import stop_rule
 from end_to_end.tiny_llms import EndsEarly, draft_model
+from made_once import new_folder
 from tiny_models import tiny_model
 
 from foretoken import LLM, SamplingParams
@@ -91,7 +91,7 @@ def head_directory(method: str) -> Path:
     generator = torch.Generator().manual_seed(3)
     for parameter in made.parameters():
         torch.nn.init.normal_(parameter, std=SPREAD[method], generator=generator)
-    directory = Path(tempfile.mkdtemp(prefix=f"foretoken-{method}-"))
+    directory = new_folder(method)
     native.write_checkpoint(HeadCheckpoint.of_head(made, target=TargetFingerprint.of(target)), directory)
     return directory
 

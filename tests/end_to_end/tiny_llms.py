@@ -7,13 +7,11 @@ weights, and the oracle is told what plain decoding wrote.
 from __future__ import annotations
 
 import copy
-import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
 from itertools import chain
 from math import log
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -22,6 +20,7 @@ import torch
 from drafters.adversarial import BEHAVIOURS
 from end_to_end.stop_rules import stop_rule
 from end_to_end.tiny_heads import HEADS, depth, head
+from made_once import new_folder
 from tiny_models import EOS_ID, VOCAB_SIZE, tiny_model
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -46,7 +45,6 @@ RUNNERS = {"generic": torch.float64, "lean-stock": torch.float64, "lean-native":
 # Letters, pieces of longer words, and single bytes of characters that take two, three and four of them.
 _PIECES = [" ", *"abcdefghijklmnopqrstuvwxyz", "th", "he", "ing", "\n", "ab", *"ABCDEFGHIJKL", *"0123456789."]
 SPECIALS = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>"}
-_DIRECTORIES = tempfile.TemporaryDirectory()
 _BYTES = sorted({byte for character in "éß€😀" for byte in character.encode()})
 PIECES: list[str | bytes] = [  # all tokens, special ones by name
     *SPECIALS.values(), *(piece.encode() for piece in _PIECES), *(bytes([byte]) for byte in _BYTES),
@@ -75,9 +73,9 @@ def noisy(architecture: str = "llama", noise: float = 0.02, dtype: torch.dtype =
 @cache
 def noisy_directory(architecture: str = "llama", dtype: torch.dtype = torch.float64) -> str:
     """The files of a draft model related to the target."""
-    directory = tempfile.mkdtemp(dir=_DIRECTORIES.name)
+    directory = new_folder("noisy")
     noisy(architecture, dtype=dtype).save_pretrained(directory)
-    return directory
+    return str(directory)
 
 
 @cache
@@ -195,8 +193,8 @@ def rest(**keys: Any) -> Callable[[Any], dict[str, Any]]:
 
 @cache
 def datastore(texts: tuple[tuple[int, ...], ...]) -> str:
-    """A directory with a datastore of some texts, which goes with this process."""
-    directory = Path(tempfile.mkdtemp(dir=_DIRECTORIES.name))
+    """A directory with a datastore of some texts."""
+    directory = new_folder("datastore")
     write_datastore(
         directory, np.array([*chain(*texts), EOS_ID], dtype=np.uint16), vocab_size=VOCAB_SIZE, eos_id=EOS_ID,
         tokenizer_sha=tokenizer_sha(tokenizer()), tokens_sha256="of the test",

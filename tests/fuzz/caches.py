@@ -13,6 +13,7 @@ from unittest import mock
 
 import torch
 from end_to_end.tiny_llms import llm, target
+from made_once import shared_folder
 
 from foretoken import SamplingParams
 from foretoken.decoder import library
@@ -49,7 +50,7 @@ def run(case: Case) -> None:
     kernels = _kernels()
     module = target("llama", getattr(torch, settings.dtype))
     key = costs._key(wrap_model(module, name="tiny"), settings.runner)
-    with tempfile.TemporaryDirectory(prefix="foretoken-fuzz-") as folder:
+    with tempfile.TemporaryDirectory(dir=shared_folder()) as folder:
         cache = Path(folder) / "cache"
         with mock.patch.dict(os.environ, {"FORETOKEN_CACHE": str(cache)}):
             library.native_library.cache_clear()

@@ -12,6 +12,7 @@ import torch
 from end_to_end.tiny_heads import HEADS, head
 from end_to_end.tiny_llms import llm, target
 from limits import limit_memory
+from made_once import new_folder, shared_folder
 from tiny_models import tiny_model
 
 from foretoken import SamplingParams
@@ -29,7 +30,7 @@ _MEGABYTES = 4096
 @cache
 def around() -> TargetInfo:
     """The target of the heads."""
-    directory = Path(tempfile.mkdtemp(prefix="foretoken-fuzz-target-"))
+    directory = new_folder("target")
     tiny_model("llama").save_pretrained(directory)
     return TargetInfo.of_directory(str(directory))
 
@@ -39,7 +40,7 @@ def written(name: str, form: str, as_safetensors: bool) -> Path | None:
     """A whole head in a format, or None where the format has no room for it."""
     source = Path(head(name, steps=0)([[5, 6, 7, 8]])["speculative_config"]["model"])
     checkpoint = read_head(source, target=around().fingerprint, base_config=around().config)[1]
-    directory = Path(tempfile.mkdtemp(prefix=f"foretoken-fuzz-{form}-"))
+    directory = new_folder(form)
     try:
         write_head(form, checkpoint, directory, target=around(), as_safetensors=as_safetensors)
     except ForetokenError:
@@ -60,7 +61,7 @@ def run(case: Case) -> None:
     """One head with one or two things wrong."""
     rng, settings = case.rng, case.settings
     what, source = _source(rng)
-    with tempfile.TemporaryDirectory(prefix="foretoken-fuzz-") as folder:
+    with tempfile.TemporaryDirectory(dir=shared_folder()) as folder:
         directory = files.copied(source, Path(folder) / "head")
         damages = [files.damage(rng, directory) for _ in range(rng.choice([0, 1, 1, 1, 2]))]
         config: dict[str, Any] = {"model": str(directory)}

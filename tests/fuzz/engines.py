@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import random
-import tempfile
 from collections.abc import Mapping
 from dataclasses import fields
 from functools import cache, lru_cache
@@ -15,6 +14,7 @@ from unittest import mock
 import torch
 from end_to_end.tiny_heads import HEADS
 from end_to_end.tiny_llms import RUNNERS, drafters, noisy, target, tokenizer
+from made_once import new_folder
 from tiny_models import ARCHITECTURES, CONTEXT_LEN, LEAN_ARCHITECTURES
 
 from foretoken import LLM, RequestOutput, SamplingParams
@@ -196,7 +196,7 @@ def _bundled_drafters() -> dict[str, Any]:
 @cache
 def draft_directory(architecture: str = "llama") -> Path:
     """A draft model on disk: the target with a little noise."""
-    directory = Path(tempfile.mkdtemp(prefix="foretoken-fuzz-draft-"))
+    directory = new_folder("draft")
     noisy(architecture, 0.02, torch.float32).save_pretrained(directory)
     return directory
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from end_to_end.tiny_llms import tokenizer
 from limits import limit_memory
+from made_once import new_folder, shared_folder
 from models.integer_checkpoints import Scheme, small_config, write
 from safetensors.torch import load_file, save_file
 from tiny_models import tiny_model
@@ -44,7 +45,7 @@ _TOKENS = [5, 17, 3, 88, 42, 9]
 @cache
 def saved(architecture: str, in_shards: bool) -> Path:
     """An undamaged model with its tokenizer."""
-    directory = Path(tempfile.mkdtemp(prefix=f"foretoken-fuzz-{architecture}-"))
+    directory = new_folder(architecture)
     model = tiny_model(architecture)
     model.generation_config.eos_token_id = [2, 1]
     model.save_pretrained(directory)
@@ -57,7 +58,7 @@ def saved(architecture: str, in_shards: bool) -> Path:
 @cache
 def saved_in_integers(name: str, kind: str, in_shards: bool, settings_file: str | None) -> Path:
     """An undamaged model with matrices in integers; its settings are in config.json or a file of their own."""
-    directory = Path(tempfile.mkdtemp(prefix="foretoken-fuzz-stored-"))
+    directory = new_folder("stored")
     write(directory, small_config(kind, **(_EXPERTS if kind == "qwen3_moe" else {})), _SCHEMES[name])
     if in_shards:
         _split(directory)
@@ -97,7 +98,7 @@ def run(case: Case) -> None:
         return
     rng = case.rng
     architecture, in_shards = rng.choice(_ARCHITECTURES), rng.random() < 0.25
-    with tempfile.TemporaryDirectory(prefix="foretoken-fuzz-") as folder:
+    with tempfile.TemporaryDirectory(dir=shared_folder()) as folder:
         directory = files.copied(saved(architecture, in_shards), Path(folder) / "model")
         damages = [files.damage(rng, directory) for _ in range(rng.choice([1, 1, 1, 2]))]
         case.note(f"LLM of {architecture}{' in shards' if in_shards else ''} with {'; '.join(damages)}")
@@ -126,7 +127,7 @@ def _run_in_integers(case: Case) -> None:
     has_file = _SCHEMES[name].method != _CT and rng.random() < 0.4
     in_shards, settings_file = rng.random() < 0.3, rng.choice(_SETTINGS_FILES) if has_file else None
     source = saved_in_integers(name, kind, in_shards, settings_file)
-    with tempfile.TemporaryDirectory(prefix="foretoken-fuzz-") as folder:
+    with tempfile.TemporaryDirectory(dir=shared_folder()) as folder:
         directory = files.copied(source, Path(folder) / "model")
         damage = stored_files.damage(rng, directory, settings_file or "config.json")
         case.note(f"{name} ({kind}{', in shards' if in_shards else ''}, {settings_file}) with {damage.text}")

@@ -22,6 +22,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from made_once import shared_folder
+
 from foretoken.core.errors import ForetokenError
 
 LONGEST_MESSAGE = 1000  # characters: every missing and unexpected key of a head is named
@@ -116,6 +118,7 @@ def run_cases(
         numbers: Of the cases.
         settings: Of the run.
     """
+    shared_folder()  # which goes with this process: children are killed
     child = None
     try:
         for number in numbers:
