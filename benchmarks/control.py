@@ -7,8 +7,6 @@ same for the first 64 tokens. `least` is the least speed beside plain decoding, 
 200th, of all seeds.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 from functools import partial

@@ -8,16 +8,14 @@ difference of a logit for each two of them, in units of the greatest logit, and 
 same. Models with random weights, converted by llama.cpp's own script, check that all its changes are undone.
 """
 
-from __future__ import annotations
-
 import argparse
 from itertools import combinations
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from benchmarks.machine import describe_machine
@@ -25,9 +23,6 @@ from benchmarks.pairs.contestants import Contestant
 from foretoken.core.passes import Pass
 from foretoken.models.loading import load_model
 from foretoken.runner.runner import Runner
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 def _ours(path: str, ids: list[int]) -> Tensor:

@@ -8,8 +8,6 @@ rivals with their default attention. A pass begins with token ids and ends with 
 last one for prompts. Rows of the cache are set back after each pass. Medians of rounds, and of five passes in each.
 """
 
-from __future__ import annotations
-
 import argparse
 import statistics
 import sys

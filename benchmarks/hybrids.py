@@ -14,8 +14,6 @@ of older processors. *Replays*: the part of such a pass that commits and compute
 drafts of untrained heads, accepted at published rates, beside plain decoding of the same prompts.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import subprocess

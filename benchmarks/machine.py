@@ -1,7 +1,5 @@
 """Describes the machine and the commit of a measurement, and how busy others kept the machine meanwhile."""
 
-from __future__ import annotations
-
 import os
 import platform
 import subprocess

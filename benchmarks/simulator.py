@@ -11,6 +11,7 @@ One second is a pass over one token. Letters: B sequences, D levels.
 from __future__ import annotations
 
 import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from math import exp, log
@@ -23,8 +24,6 @@ from foretoken.drafting.policies import Heuristic, SmartSpec
 from foretoken.runner.costs import WIDTHS, CostCurve
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
-
     from foretoken.drafting.base import Controller
 
 _LENGTH = 1 << 14  # positions of a text; then it begins again

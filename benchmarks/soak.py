@@ -6,8 +6,6 @@ Writes NAME.json and NAME.md. Exits with 1 when a text differs from that of plai
 slot stays taken, or memory grows: by more than 5 % from the end of the first quarter to the end.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import json
@@ -16,17 +14,15 @@ import statistics
 import sys
 import time
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import httpx
 
 from benchmarks.machine import commit, describe_machine
 from benchmarks.serving.servers import Server, Setting
 from foretoken.bench.workload import load_prompts
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
 
 _MOST_GROWTH = 1.05
 _SAMPLE_SECONDS = 5.0

@@ -1,16 +1,9 @@
 """The made worlds in which controllers are played, see `simulator`."""
 
-from __future__ import annotations
-
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
-from benchmarks.simulator import SimulatedDrafter, World
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from benchmarks.simulator import Curve
+from benchmarks.simulator import Curve, SimulatedDrafter, World
 
 FLAT: Curve = (1, 8, 16, 64, 128), (1.0, 1.05, 1.15, 1.9, 3.0)
 SLOPED: Curve = (1, 64, 128), (1.0, 1.0 + 63 * 0.12, 1.0 + 127 * 0.12)

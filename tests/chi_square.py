@@ -1,7 +1,5 @@
 """How well counts fit a distribution."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Mapping, Sequence
 

@@ -1,7 +1,5 @@
 """What lies on a disk."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 

@@ -4,8 +4,6 @@ An import of torch, transformers and foretoken takes five seconds of a CPU. A te
 process that is killed needs a process, but not the import.
 """
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import signal

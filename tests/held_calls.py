@@ -1,7 +1,5 @@
 """Calls that a test holds up, to show that others go on meanwhile."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Limits of this process for the time of a with statement."""
 
-from __future__ import annotations
-
 import gc
 import resource
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Files that are made once in a run of the tests, and read by all its processes: pytest's own and those of xdist."""
 
-from __future__ import annotations
-
 import atexit
 import hashlib
 import os

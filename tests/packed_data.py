@@ -1,7 +1,5 @@
 """Packs documents of tests into one directory, with the parts that `foretoken data` uses."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from contextlib import closing
 from pathlib import Path

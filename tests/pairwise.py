@@ -1,7 +1,5 @@
 """Few cases in which every two options meet: what a test runs instead of a product of many options."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from itertools import combinations, product
 from typing import Any

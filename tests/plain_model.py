@@ -1,7 +1,5 @@
 """The slow, obvious target: ordinary forwards of whole sequences with transformers' eager attention, no cache."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Tests build thousands of engines over a few models: a decoder proves itself once on the same weights and settings."""
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Which tests a run takes: `--slow no` (the default), `all`, or one share of the slow tests, `3/8`."""
 
-from __future__ import annotations
-
 import os
 import re
 import zlib

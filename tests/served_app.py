@@ -1,7 +1,5 @@
 """Serves an ASGI application on a free port of the loopback device, under uvicorn in a thread."""
 
-from __future__ import annotations
-
 import socket
 import threading
 import time

@@ -1,7 +1,5 @@
 """Forms that take long to compile."""
 
-from __future__ import annotations
-
 from typing import Any
 
 # Nearly as large as a schema may be.

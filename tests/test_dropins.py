@@ -1,7 +1,5 @@
 """docs/dropins.md names every argument and field of transformers and vLLM, and the code does what the page says."""
 
-from __future__ import annotations
-
 import ast
 import inspect
 import re

@@ -1,7 +1,5 @@
 """Every pair of options is in a case, and there are few cases."""
 
-from __future__ import annotations
-
 from itertools import combinations, product
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What users see of the package: its names, in `dir` as for type checkers, and nothing of how it is made."""
 
-from __future__ import annotations
-
 import ast
 import copy
 import multiprocessing

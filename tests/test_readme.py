@@ -3,8 +3,6 @@
 Slow because every example that is shown runs, most of them on a bundled model.
 """
 
-from __future__ import annotations
-
 import ast
 import doctest
 import re

@@ -3,8 +3,6 @@
 Slow because each step loads the model anew, in a process of its own.
 """
 
-from __future__ import annotations
-
 import re
 import sys
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Which tests a run takes, in runs of their own over three small tests."""
 
-from __future__ import annotations
-
 import pytest
 
 pytest_plugins = ["pytester"]

@@ -3,8 +3,6 @@
 Slow because the tour verifies texts, trains a head and starts a server.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import sys

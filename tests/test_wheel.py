@@ -1,7 +1,5 @@
 """What a wheel holds; `make wheel` also compiles the kernels."""
 
-from __future__ import annotations
-
 import zipfile
 from pathlib import Path
 

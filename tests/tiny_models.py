@@ -6,8 +6,6 @@ The weights are wide (standard deviation 0.25 instead of 0.02) and biases, norms
 attention then matters, greedy text varies, and a scale or a bias that gets lost on the way shows.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

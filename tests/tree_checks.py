@@ -1,7 +1,5 @@
 """Checks every invariant of a tree that drafters, merging and pruning keep."""
 
-from __future__ import annotations
-
 import torch
 
 from foretoken.core.errors import TreeError

@@ -1,7 +1,5 @@
 """Decoding with random trees and random acceptance, so that what is fed does not depend on what comes out."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

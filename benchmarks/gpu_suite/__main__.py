@@ -4,8 +4,6 @@ python -m benchmarks.gpu_suite --out benchmarks/results/gpu-NAME
 python -m benchmarks.gpu_suite --out /tmp/rehearsal --rehearse
 """
 
-from __future__ import annotations
-
 import argparse
 import datetime
 import json
@@ -15,8 +13,9 @@ import signal
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -25,9 +24,6 @@ from benchmarks.gpu_suite.processes import SectionRun
 from benchmarks.gpu_suite.report import as_markdown
 from benchmarks.gpu_suite.work import NEEDS, SECTIONS, Section
 from benchmarks.machine import commit, describe_machine
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 _LIMIT_S = 515.0
 _WRITE_EVERY_S = 5.0

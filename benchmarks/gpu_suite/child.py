@@ -3,22 +3,18 @@
 A section has processes of its own because a kernel that reads what it must not ends everything in its process.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os
 import sys
 import traceback
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 
 from benchmarks.gpu_suite.interpreter import mend_interpreter
 from benchmarks.gpu_suite.work import Deadline, Work, section_module
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 _LAST_LINES = 12  # of a traceback
 

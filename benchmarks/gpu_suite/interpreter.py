@@ -1,7 +1,5 @@
 """Switches on Triton's interpreter, which stands in for a GPU in rehearsals and tests."""
 
-from __future__ import annotations
-
 from functools import cache
 from typing import Any
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,8 +15,6 @@ from foretoken.models.loading import load_model, load_tokenizer
 from tests.drafters.adversarial import BEHAVIOURS
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from benchmarks.gpu_suite.work import Work
     from foretoken.models.loaded import LoadedModel
 

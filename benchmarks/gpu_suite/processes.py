@@ -10,13 +10,12 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from benchmarks.gpu_suite.work import Section
 
 ROOT = Path(__file__).resolve().parents[2]

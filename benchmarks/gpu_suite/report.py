@@ -1,14 +1,10 @@
 """Turns the suite's results into a Markdown report: what failed, goals, then every table as it was measured."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import Any
 
 from benchmarks.gpu_suite.goals import Record, Row, proofs, speeds, table
 from benchmarks.markdown import markdown_table
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 _WARNING = (
     "**REHEARSAL: toy sizes, wall-clock times of a CPU and of Triton's interpreter. It shows that the suite runs. No "

@@ -8,18 +8,16 @@ drafts any static tree; the `oracle` drafter of the package drafts chains and th
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig
 
 from foretoken.core.token_tree import TokenTree, TreeRow
-from foretoken.drafters.base import TargetReads
+from foretoken.drafters.base import Committed, DraftContext, Drafter, DraftRequest, TargetHandle, TargetReads
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from foretoken.drafters.base import Committed, DraftContext, Drafter, DraftRequest, TargetHandle
     from foretoken.trees.choices import TreeShape
 
 _WRONG = 100  # how far a wrong token is from any that could be right

@@ -7,6 +7,7 @@ the engine's alone: what a head's own weights cost comes on top.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -31,8 +32,6 @@ from foretoken.runner.runner import Runner
 from foretoken.trees.choices import PUBLISHED, TreeShape
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
     from benchmarks.gpu_suite.work import Work
     from foretoken.core.records import StepRecord
     from foretoken.models.loaded import LoadedModel

@@ -6,16 +6,14 @@ In a rehearsal there is no device and everything is wall-clock time.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from foretoken.core.backend import has_cuda_runtime
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
 
 _CYCLES_PER_S = 2.0e9  # of the counter that `_sleep` waits by, at most
 _QUEUE_S = 100e-6  # what a replay takes to be launched, and more

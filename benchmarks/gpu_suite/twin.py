@@ -10,6 +10,7 @@ from __future__ import annotations
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -17,7 +18,7 @@ import torch
 
 from benchmarks.gpu_suite.scripted import read_bytes
 from benchmarks.speedup.sizes import methods_of
-from foretoken.bench.compare import SetupEngines, measure_rounds
+from foretoken.bench.compare import Measurement, SetupEngines, measure_rounds
 from foretoken.bench.cost_twin import TwinPlan, make_twin_in_memory
 from foretoken.bench.plots import in_order
 from foretoken.bench.verify import Judge
@@ -26,10 +27,7 @@ from foretoken.entrypoints.config import Setup, parse_setup
 from foretoken.models.loading import load_tokenizer
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from benchmarks.gpu_suite.work import Work
-    from foretoken.bench.compare import Measurement
     from foretoken.models.loaded import LoadedModel
 
 _TARGET = Path(__file__).resolve().parents[2] / "models" / "tinycode"

@@ -10,6 +10,7 @@ import json
 import logging
 import sys
 import tempfile
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -22,8 +23,6 @@ from benchmarks.interop.outcome import Outcome, as_json, as_table
 from benchmarks.interop.samples import Target
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
     Comparisons = Callable[[Path, Target, Path], Iterator[Outcome]]
 
 # Option, whose code, what is compared.

@@ -3,17 +3,13 @@
 Nothing of theirs is copied: files are run where they lie.
 """
 
-from __future__ import annotations
-
 import importlib
 import sys
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
-    from pathlib import Path
+from typing import Any
 
 
 class UnusableError(Exception):

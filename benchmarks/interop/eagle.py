@@ -10,6 +10,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -18,6 +19,7 @@ from unittest import mock
 
 import torch
 from safetensors.torch import load_file
+from torch import Tensor
 
 from benchmarks.interop.borrowed import UnusableError, borrow
 from benchmarks.interop.outcome import Outcome, compared
@@ -28,10 +30,6 @@ from foretoken.heads.eagle import EagleConfig
 from foretoken.heads.eagle3 import Eagle3Config
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from torch import Tensor
-
     from foretoken.formats.checkpoint import HeadCheckpoint
 
     Read = Callable[[Path, Target, bool], list[Tensor]]

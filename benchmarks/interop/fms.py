@@ -3,12 +3,12 @@
 Where IBM's fms is not installed, a norm written here from the published formula stands in for the one class it imports.
 """
 
-from __future__ import annotations
-
 import json
+from collections.abc import Iterator
 from functools import partial
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file
@@ -16,14 +16,8 @@ from torch import Tensor, nn
 
 from benchmarks.interop.borrowed import borrow
 from benchmarks.interop.outcome import Outcome, compared
-from benchmarks.interop.samples import LENGTH, E, V, our_logits, random_head, texts, written
+from benchmarks.interop.samples import LENGTH, E, Target, V, our_logits, random_head, texts, written
 from foretoken.heads.mlp_speculator import MlpSpeculatorConfig
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
-    from benchmarks.interop.samples import Target
 
 PROGRAM = "fms-extras"
 # Stages, whether tied, whether the feature is scaled.

@@ -7,24 +7,20 @@ replaced by attention over the text itself, and vLLM's engine by the few values 
 classes, loading and arithmetic are theirs.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys
 import tempfile
+from collections.abc import Callable
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType, SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from unittest.mock import MagicMock
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 _NOT_NEEDED = ("sgl_kernel", "torchvision")
 

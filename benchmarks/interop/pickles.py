@@ -3,13 +3,14 @@
 Nothing stands in for the tokenizer: the heads, and how they are built and loaded, are the originals'.
 """
 
-from __future__ import annotations
-
+from collections.abc import Iterator
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import torch
+from torch import Tensor
 from transformers import LlamaForCausalLM, MistralForCausalLM
 
 from benchmarks.interop.borrowed import borrow
@@ -18,12 +19,6 @@ from benchmarks.interop.samples import LENGTH, PREFIX, E, Target, V, our_logits,
 from foretoken.formats.conversion import HYDRA_CODE, MEDUSA_CODE
 from foretoken.heads.hydra import HydraConfig
 from foretoken.heads.medusa import MedusaConfig
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
-    from torch import Tensor
 
 # Heads, blocks, whether tied, whether foretoken writes the pickle.
 _MEDUSA_CASES = (

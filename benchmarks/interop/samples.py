@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -16,22 +17,17 @@ from foretoken import LLM, SamplingParams
 from foretoken.bench.workload import load_prompts
 from foretoken.core.errors import ConfigError
 from foretoken.formats.checkpoint import HeadCheckpoint, TargetFingerprint, TargetInfo, TargetWeights, with_dtype
-from foretoken.formats.conversion import head_shapes
+from foretoken.formats.conversion import Reader, head_shapes
 from foretoken.formats.registry import head_readers, read_head, write_head
-from foretoken.heads.base import StepHead
+from foretoken.heads.base import HeadConfig, StepHead
 from foretoken.heads.decoder_layer import LayerConfig
 from foretoken.models.loading import load_model
-from foretoken.models.parts import target_parts
+from foretoken.models.parts import TargetParts, target_parts
 from foretoken.models.smaller import unpacked_model
 from foretoken.training.teacher import Teacher
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
-
-    from foretoken.formats.conversion import Reader
-    from foretoken.heads.base import HeadConfig
     from foretoken.models.loaded import LoadedModel
-    from foretoken.models.parts import TargetParts
 
 E, V, H = 16, 97, 4
 BATCH, LENGTH = 2, 12

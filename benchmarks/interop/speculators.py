@@ -4,15 +4,17 @@ Its pass feeds the text itself, as ours does, and gives no logits: they are take
 attention masks count in blocks of 128 tokens, so the text has that length.
 """
 
-from __future__ import annotations
-
 import importlib
 import sys
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from benchmarks.interop.borrowed import UnusableError
 from benchmarks.interop.outcome import Outcome, compared
@@ -23,13 +25,6 @@ from foretoken.heads.decoder_layer import LayerConfig
 from foretoken.heads.eagle3 import Eagle3Config
 from foretoken.models.loading import load_model
 from foretoken.models.parts import target_parts
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-    from types import ModuleType
-
-    from torch import Tensor
 
 _E, _V, _VD, _LAYERS, _LENGTH = 32, 128, 64, 12, 128
 _STEPS = 4

@@ -7,8 +7,10 @@ for, from one file; an absent name is an error, as there.
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from functools import partial
-from types import SimpleNamespace
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
@@ -20,16 +22,11 @@ from torch.nn.functional import embedding, linear
 from benchmarks.interop.borrowed import borrow
 from benchmarks.interop.fms import CASES, case_name, speculator
 from benchmarks.interop.outcome import Outcome, compared
-from benchmarks.interop.samples import E, V, our_chain, our_logits, random_head, texts, written
+from benchmarks.interop.samples import E, Target, V, our_chain, our_logits, random_head, texts, written
 from foretoken.formats.conversion import OLD_TGI, TGI
 from foretoken.heads.medusa import MedusaConfig
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-    from types import ModuleType
-
-    from benchmarks.interop.samples import Target
     from foretoken.heads.base import HeadConfig
 
 _PACKAGE = "text_generation_server"

@@ -22,8 +22,6 @@ to plain decoding of the same prompt by the same engine; tau is the tokens of a 
 rivals on several targets: `benchmarks.pairs.everyone`.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 from collections import defaultdict

@@ -1,21 +1,17 @@
 """Contestants: processes that hold a target and answer requests in turn, each with two threads."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 from foretoken.files.user_cache import cache_directory
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
 
 _LEARNED = "foretoken-acceptance.json"
 _WORKERS = Path(__file__).parent / "workers"

@@ -10,8 +10,6 @@ with `llama-cpp-python` or `ik-llama-cpp-python`. Requests are written to `OUT/r
 command goes on where it stopped. Contestants are processes that take turns, prompt by prompt, each with two threads.
 """
 
-from __future__ import annotations
-
 import argparse
 import hashlib
 import json
@@ -19,18 +17,16 @@ import statistics
 import sys
 import time
 from collections import defaultdict
+from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from benchmarks.machine import commit, describe_machine
 from benchmarks.pairs.contestants import Contestant, assisted, ours, theirs
 from benchmarks.pairs.prompts import GROUPS, in_tokens, spread, write_edits
 from benchmarks.pairs.report import over, same_texts, speed, table
 from foretoken.models.loading import load_tokenizer
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 
 class Target(NamedTuple):

@@ -1,17 +1,13 @@
 """Prompts of benchmark sets, in tokens, by category."""
 
-from __future__ import annotations
-
 import json
 from collections import defaultdict
+from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from foretoken.bench.speed_report import NO_CATEGORY
 from foretoken.bench.workload import prompt_token_ids, read_prompts
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
 
 # Spec-Bench names the eight kinds of MT-bench's questions, and counts them as one category.
 _MT_BENCH = ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities")

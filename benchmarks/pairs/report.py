@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import statistics
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
     Runs = Mapping[str, Sequence[Mapping[str, Any]]]  # the requests of each contestant, in the same order
 
 

@@ -6,27 +6,23 @@ MODEL is a directory or a GGUF file. Server "vllm" needs `--vllm PYTHON`, "llama
 Every load visits all servers in turn; the one that is asked runs alone.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import json
 import math
 import sys
 import time
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import cycle, islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from benchmarks.machine import commit, describe_machine
 from benchmarks.serving.report import markdown
 from benchmarks.serving.servers import Server, ServerError, Setting
 from foretoken.bench.serving import Load, load_results, run_load
 from foretoken.bench.workload import load_prompts
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
 
 _LEFT_OUT = (  # of the stored runs; the model's id is a path of one machine
     "ttfts", "itls", "latencies", "start_times", "input_lens", "output_lens", "errors", "model_id",

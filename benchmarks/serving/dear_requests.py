@@ -1,12 +1,8 @@
 """The dearest requests that one client can send: every path, every field that multiplies work, and odd connections."""
 
-from __future__ import annotations
-
 import json
-from typing import TYPE_CHECKING, Any, NamedTuple
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 _MOST_BYTES = 8_000_000
 _IDS = [5, 60, 700, 5000]  # of the bundled model's vocabulary

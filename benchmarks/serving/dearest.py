@@ -4,8 +4,6 @@ Starts a server, sends it the requests of `dear_requests` one after the other, a
 and another client's completion of 8 tokens take, beside what they take undisturbed. Needs a quiet machine.
 """
 
-from __future__ import annotations
-
 import argparse
 import http.client
 import json
@@ -14,20 +12,18 @@ import statistics
 import tempfile
 import threading
 import time
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import httpx
 
 from benchmarks.machine import commit, describe_machine
 from benchmarks.serving.dear_requests import DearRequest, dear_requests
 from benchmarks.serving.servers import Server, Setting
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
 
 _TEMPLATE = (
     "{% if messages[-1].content == 'forever' %}{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}"

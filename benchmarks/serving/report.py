@@ -1,12 +1,8 @@
 """Writes a comparison of servers as Markdown."""
 
-from __future__ import annotations
-
 import statistics
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 _HEAD = (
     "server", "load", "tokens/s", "of the first", "TTFT p50, ms", "p99", "ITL p50, ms", "p99", "tau", "answered",

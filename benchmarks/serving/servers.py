@@ -4,8 +4,6 @@ A server that is not being asked gets SIGSTOP, its whole process group with it, 
 processor time from another.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -13,15 +11,12 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import httpx
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 _READY_SECONDS = 600.0
 _END_SECONDS = 60.0

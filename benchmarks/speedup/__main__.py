@@ -3,8 +3,6 @@
 python -m benchmarks.speedup --threads 2 --out benchmarks/results/speedup
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import shlex

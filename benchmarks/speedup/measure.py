@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import gc
 import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from benchmarks.machine import foreign_seconds
-from benchmarks.speedup.rows import Line
-from benchmarks.speedup.sizes import weights_bytes
+from benchmarks.speedup.rows import Journal, Line
+from benchmarks.speedup.sizes import Size, weights_bytes
 from foretoken.bench.compare import SetupEngines, in_turn, measure_anew
 from foretoken.bench.workload import Workload
 from foretoken.core.errors import RequestError
@@ -17,12 +19,6 @@ from foretoken.entrypoints.config import PLAIN, parse_setup
 from foretoken.models.loading import load_model, load_tokenizer
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-    from pathlib import Path
-
-    from benchmarks.speedup.rows import Journal
-    from benchmarks.speedup.sizes import Size
-
     Round = tuple[float, int]  # temperature and prompt
 
 

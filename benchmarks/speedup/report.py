@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
@@ -12,8 +13,6 @@ from foretoken.bench.plots import look_of
 from foretoken.entrypoints.config import PLAIN
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
     from foretoken.bench.sweep import Quartiles
 
 _LEGEND = (

@@ -6,8 +6,10 @@ speed-ups relate decodings that followed each other, so half a round is measured
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from math import exp, log
+from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
@@ -16,9 +18,6 @@ from foretoken.entrypoints.config import PLAIN
 from foretoken.files.atomic_files import JournalFile
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
-    from pathlib import Path
-
     from foretoken.bench.compare import Measurement
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from foretoken.bench.cost_twin import TwinPlan, make_twin
@@ -15,9 +17,6 @@ from foretoken.formats.registry import holds_head
 from foretoken.models.config import read_twin_record
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-    from pathlib import Path
-
     import torch
 
 _SIZE = re.compile(r"(\d+)x(\d+)(?::(\d+))?")

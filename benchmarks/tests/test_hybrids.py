@@ -3,8 +3,6 @@
 The rehearsal is slow because three processes for each toy import and load everything.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

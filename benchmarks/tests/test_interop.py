@@ -1,7 +1,5 @@
 """The interop command without any clone, with unusable ones, and with one made here that computes the same or not."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

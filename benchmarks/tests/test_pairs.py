@@ -1,7 +1,5 @@
 """The table of all methods: which requests count, and what its figures are."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

@@ -1,7 +1,5 @@
 """Reports of servers under load, and a soak that notices what is wrong."""
 
-from __future__ import annotations
-
 import asyncio
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The simulator against closed forms: the same text for every policy, and seconds that add up."""
 
-from __future__ import annotations
-
 import pytest
 
 from benchmarks.simulator import SimulatedDrafter, Simulator, World, compare, controller_of, settings

@@ -3,8 +3,6 @@
 Slow because each run makes a cost twin and its drafters.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 from dataclasses import replace

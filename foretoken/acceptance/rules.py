@@ -10,7 +10,7 @@ probability, while the engine answers from position-keyed noise.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
@@ -22,8 +22,6 @@ from foretoken.sampling.batch import best_possible
 from foretoken.sampling.noise import KeyedNoise, Purpose
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from foretoken.core.token_tree import TokenTree
 
 LogProbs = Callable[[Tensor], Tensor]

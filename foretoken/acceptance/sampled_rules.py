@@ -10,20 +10,10 @@ Every rule takes a batch of trees, the target's distribution after any node (`lo
 choices (`decisions`). Trees are drawn in any way where a rule does not say otherwise.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 
-from foretoken.acceptance.rules import (
-    Acceptance,
-    Decisions,
-    LogProbs,
-    child_with_token,
-    descend,
-    normalised,
-    residual,
-)
+from foretoken.acceptance.rules import Acceptance, Decisions, LogProbs, child_with_token, descend, normalised, residual
 from foretoken.core.token_tree import MAX_NODES, DrawKind, TokenTree
 
 

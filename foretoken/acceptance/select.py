@@ -9,6 +9,7 @@ first k drafted tokens are all accepted.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from operator import mul
@@ -39,8 +40,6 @@ from foretoken.core.errors import ConfigError, nearest_name_hint
 from foretoken.core.token_tree import MAX_NODES, DrawKind, TokenTree
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
     from foretoken.sampling.node_scores import NodeScores
 
 LOSSLESS_RULES = ("greedy", "coupled", "sequential", "block", "traversal")

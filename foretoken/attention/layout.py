@@ -10,6 +10,7 @@ Letters: S sequences, M tokens of the pass, T tokens and N nodes of one sequence
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -19,14 +20,11 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from foretoken.core.backend import has_cuda_runtime, has_triton
 from foretoken.core.checks import require
-from foretoken.core.passes import PassTables
+from foretoken.core.passes import Pass, PassTables
 from foretoken.core.token_tree import ancestor_mask, ancestor_words
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from foretoken.attention.triton_weights import WeighedTokens
-    from foretoken.core.passes import Pass
 
 
 class AttentionLayout:

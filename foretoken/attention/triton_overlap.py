@@ -7,8 +7,6 @@ passes. It writes nothing. As every kernel waits, the end of one implies the end
 """
 # The kernels are in Triton's language: its values have no Python types.
 
-from __future__ import annotations
-
 from functools import lru_cache
 from typing import Any
 

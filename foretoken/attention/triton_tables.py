@@ -6,18 +6,12 @@ synchronising with the host.
 Letters: S sequences, M tokens of the pass, W nodes, N32 = 2 * ceil(max_nodes / 64) words of 32 bits.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from foretoken.core.passes import PassTables
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 _FEWEST_NODES = 32  # of a block: the threads of a warp
 

@@ -25,14 +25,13 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from foretoken.attention.triton_overlap import fetch_lines, launch_options, start_next, wait_for_previous
 from foretoken.core.backend import has_cuda_runtime
 from foretoken.core.checks import require
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from foretoken.core.passes import PassTables
 
 DTYPES = frozenset({torch.bfloat16, torch.float16, torch.float32})

@@ -11,20 +11,18 @@ of keys, C cache rows. Logarithms are of base 2.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from foretoken.attention.triton_tree import LOG2E, multiprocessors, shared_memory
 from foretoken.core.backend import integers_on
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from torch import Tensor
-
     from foretoken.core.passes import PassTables
 
 _KEYS = 64  # of a tile; a choice

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from pathlib import Path
@@ -14,7 +15,7 @@ import torch
 
 from foretoken.bench.speed_report import NO_CATEGORY, RequestRun, RunLog, speed_report
 from foretoken.bench.workload import Asked, Workload, counted, no_progress, prompt_token_ids
-from foretoken.core.records import GenerationMetrics
+from foretoken.core.records import GenerationMetrics, StepRecord
 from foretoken.entrypoints.config import PLAIN, Setup
 from foretoken.entrypoints.llm import LLM
 from foretoken.models.generic import run_plain
@@ -22,9 +23,6 @@ from foretoken.runner.costs import measure_costs, pass_costs
 from foretoken.runner.runner import PassWidths, likely_decoder
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
-
-    from foretoken.core.records import StepRecord
     from foretoken.core.results import RequestOutput
     from foretoken.models.loaded import LoadedModel
 

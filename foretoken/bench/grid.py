@@ -1,22 +1,18 @@
 """Reads the axes of a sweep and makes the points of their product that the methods' options allow."""
 
-from __future__ import annotations
-
 import json
 import tomllib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import product
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 from foretoken.core.checks import check_integer, check_number, check_text, shown
 from foretoken.core.errors import ConfigError, ForetokenError, one_line
 from foretoken.entrypoints.config import PLAIN, Setup, check_setup, parse_setup
 from foretoken.files.bounded_reads import MIB, read_named
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 SETUP_AXIS = "setup"  # whole drafters, as -s takes them
 _MOST_BYTES = 16 * MIB  # largest file with axes; a choice

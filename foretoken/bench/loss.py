@@ -6,14 +6,13 @@ no more on the host than plain decoding. Knows measurements, neither models nor 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from foretoken.core.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from foretoken.bench.compare import Measurement
 
 _OFTEN = 0.9  # share of passes with a draft; a choice: below, drafts that are missing cost more than wrong ones

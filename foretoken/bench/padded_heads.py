@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -22,8 +23,6 @@ from foretoken.heads.spire import SpireConfig
 from foretoken.models.config import TWIN_KEY, TwinRecord
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from foretoken.formats.checkpoint import HeadCheckpoint, TargetFingerprint
     from foretoken.heads.decoder_layer import LayerConfig
 

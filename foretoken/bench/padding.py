@@ -11,11 +11,14 @@ import json
 import math
 import re
 import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
+from torch import Tensor
 
 from foretoken.core.errors import ConfigError, ModelError
 from foretoken.files.bounded_reads import read_json_object
@@ -34,11 +37,6 @@ from foretoken.models.loading import load_config
 from foretoken.models.weight_files import check_shapes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
-    from pathlib import Path
-
-    from torch import Tensor
-
     from foretoken.bench.recurrent_twins import RecurrentTwin
 
 Fill = Literal["zeros", "random"]

@@ -3,18 +3,14 @@
 Each picture is drawn for pages with a light and with a dark background.
 """
 
-from __future__ import annotations
-
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from foretoken.bench.grid import Serving, short_name, spelled
 from foretoken.bench.sweep import PointResult, pareto_front
 from foretoken.core.errors import ConfigError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-    from pathlib import Path
 
 
 class Theme(NamedTuple):
@@ -250,11 +246,7 @@ def lines_of(results: Sequence[PointResult]) -> dict[tuple[Series, str], list[st
 
 
 def _draw_panel(
-    axes: Any,
-    chart: Chart,
-    results: Sequence[PointResult],
-    lines: dict[tuple[Series, str], list[str]],
-    theme: Theme,
+    axes: Any, chart: Chart, results: Sequence[PointResult], lines: dict[tuple[Series, str], list[str]], theme: Theme
 ) -> None:
     every = list(dict.fromkeys(series for series, _ in lines))
     methods = list(dict.fromkeys(series.method for series in every))

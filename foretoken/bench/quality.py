@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,8 +17,6 @@ from foretoken.core.passes import Pass
 from foretoken.runner.runner import Runner
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-
     from foretoken.models.loaded import LoadedModel
 
 QUALITY_KEY = "rounding_quality"  # of config.json

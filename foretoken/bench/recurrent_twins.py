@@ -15,11 +15,13 @@ Attention of some hybrids differs from Llama's, and is made to compute the same:
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from foretoken.core.errors import ConfigError, foreign_errors_as, one_line
 from foretoken.models.architectures import ARCHITECTURES, LeanArchitecture
@@ -27,10 +29,6 @@ from foretoken.models.loading import load_config
 from foretoken.models.weight_files import described_shapes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
-
-    from torch import Tensor
-
     from foretoken.bench.padding import PaddedModel, Padding, SmallModel
 
 # Heads that get norms are scaled by 2 to the power of -40: squares of numbers up to 512 are lost in epsilon.

@@ -12,11 +12,12 @@ import json
 import re
 import time
 from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from functools import partial
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.parse import urlsplit
 
 import httpx
@@ -25,9 +26,6 @@ import numpy as np
 from foretoken.bench.speed_report import NO_CATEGORY, RequestRun, acceptance_rates, speed_report
 from foretoken.bench.workload import no_progress
 from foretoken.core.errors import ConfigError, described
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
 
 _LINE = re.compile(
     r"^(?P<origin>\w+):spec_decode_num_(?P<name>drafts|draft_tokens|accepted_tokens|accepted_tokens_per_pos)(_total)?"

@@ -13,6 +13,7 @@ speed of its questions over plain decoding's.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
@@ -22,8 +23,6 @@ import numpy as np
 from foretoken.core.errors import RequestError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-
     from foretoken.core.records import StepRecord
     from foretoken.text.prompt_rows import PromptRow
 

@@ -8,12 +8,14 @@ from __future__ import annotations
 import gc
 import json
 import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import groupby
+from pathlib import Path
 from statistics import quantiles
 from typing import TYPE_CHECKING, Any
 
-from foretoken.bench.compare import SetupEngines, measure_rounds, note_surprise
+from foretoken.bench.compare import Measurement, SetupEngines, measure_rounds, note_surprise
 from foretoken.bench.grid import Point, Refused, Serving
 from foretoken.bench.workload import Asked, Workload
 from foretoken.core.errors import ConfigError, ForetokenError
@@ -21,10 +23,6 @@ from foretoken.files.atomic_files import JournalFile, OutputDirectory, is_begun,
 from foretoken.files.processes import is_lock
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-    from pathlib import Path
-
-    from foretoken.bench.compare import Measurement
     from foretoken.models.loaded import LoadedModel
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import os
 import zlib
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib import resources
 from io import BytesIO
@@ -21,8 +22,6 @@ from foretoken.files.bounded_reads import MIB, read_named, read_stream
 from foretoken.text.prompt_rows import PromptRow, json_lines, read_prompt_row
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-
     from foretoken.core.records import StepRecord
     from foretoken.models.loaded import LoadedModel
 

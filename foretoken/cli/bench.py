@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import cycle, islice
 from pathlib import Path
@@ -17,8 +18,6 @@ from foretoken.cli.terminal import ProgressBar
 from foretoken.core.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-
     from foretoken.bench.compare import Measurement
     from foretoken.text.prompt_rows import PromptRow
 

@@ -9,6 +9,7 @@ import os
 import sys
 import unicodedata
 from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
@@ -19,8 +20,6 @@ from foretoken.core.errors import RequestError
 from foretoken.files.bounded_reads import MOST_TEXT_BYTES
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     from foretoken.core.records import StepRecord
     from foretoken.core.results import StreamChunk
     from foretoken.core.sampling_params import SamplingParams

@@ -1,7 +1,5 @@
 """The commands of `foretoken` by name, and the options before a command."""
 
-from __future__ import annotations
-
 import inspect
 import re
 import typing

@@ -13,11 +13,10 @@ import typer
 from foretoken.cli import options, terminal
 from foretoken.cli.chat import ShownTokens, wished_colour
 from foretoken.core.errors import ConfigError, RequestError
-from foretoken.core.records import DrafterShares
+from foretoken.core.records import Declined, DrafterShares, StepRecord
 from foretoken.files.bounded_reads import read_stream
 
 if TYPE_CHECKING:
-    from foretoken.core.records import Declined, StepRecord
     from foretoken.core.sampling_params import SamplingParams
     from foretoken.entrypoints.llm import LLM
     from foretoken.models.loaded import LoadedModel

@@ -4,8 +4,6 @@ Exit codes: 0, 1 (a verdict: the command found a bug or a fault), 2 (bad input o
 (the reader of a pipe closed it).
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import time
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -17,8 +18,6 @@ from foretoken.cli.terminal import ProgressBar
 from foretoken.core.errors import ConfigError, RequestError, nearest_name_hint
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from foretoken.bench.cost_twin import TwinCheck, TwinPart
     from foretoken.bench.quality import Quality
     from foretoken.models.describe import ModelSummary

@@ -7,6 +7,7 @@ import os
 import shlex
 import sys
 import time
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -24,8 +25,6 @@ from foretoken.files.bounded_reads import read_named
 from foretoken.models.names import resolve_model
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-
     from foretoken.bench.workload import Workload
     from foretoken.core.sampling_params import SamplingParams
     from foretoken.entrypoints.config import Setup

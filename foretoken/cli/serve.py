@@ -6,6 +6,7 @@ import asyncio
 import json
 import socket
 import time
+from collections.abc import Callable, Iterable
 from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
@@ -24,8 +25,6 @@ from foretoken.server.edge import KEY_VARIABLE, api_keys
 from foretoken.server.tools import TAGS, TOOL_FORMATS, thinking_tags, tool_format
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
-
     from foretoken.entrypoints.async_llm import AsyncLLM
     from foretoken.entrypoints.config import Setup
     from foretoken.server.app import ServerConfig

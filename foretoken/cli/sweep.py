@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -15,8 +16,6 @@ from foretoken.cli.terminal import ProgressBar
 from foretoken.core.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
     from foretoken.bench.grid import Point, Refused, Serving
     from foretoken.bench.sweep import PointResult, SweepPlan, SweepResults
 

@@ -5,8 +5,6 @@ text, and bidirectional controls that reorder it. On a terminal such characters 
 Files and pipes get the text unchanged, and so does a terminal if the user asks for it.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import re

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -17,8 +18,6 @@ from foretoken.core.errors import ConfigError
 from foretoken.files.processes import keep_freed_memory
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
-
     from foretoken.bench.workload import TokenProgress, Workload
     from foretoken.drafters.base import DrafterOptions
     from foretoken.models.loaded import LoadedModel

@@ -1,22 +1,18 @@
 """What a device offers, a clock for its work, and torch's global state, kept apart from the caller's."""
 
-from __future__ import annotations
-
 import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cache
 from importlib.util import find_spec
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from torch import overrides
 
 from foretoken.core.records import StageSeconds
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
 
 
 def reads_are_free(device: torch.device) -> bool:

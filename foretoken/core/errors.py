@@ -3,16 +3,12 @@
 Every message has three parts: what is wrong (with the value), what was expected, how to mend it.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from difflib import get_close_matches
 from itertools import accumulate
-from typing import TYPE_CHECKING, NoReturn
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+from typing import NoReturn
 
 _LONGEST_DESCRIPTION = 300  # characters
 _LONGEST_TYPE_NAME = 80

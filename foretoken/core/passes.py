@@ -10,6 +10,7 @@ Letters: S sequences, M new tokens, W nodes (M and those of earlier passes), R r
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any, Literal
@@ -22,8 +23,6 @@ from foretoken.core.backend import integers_on
 from foretoken.core.checks import require
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from foretoken.core.token_tree import TokenTree
 
 Tap = int | Literal["final"]

@@ -1,7 +1,5 @@
 """Sampling parameters of a request and the required form of its text: checked values with vLLM's field names."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace

@@ -1,7 +1,5 @@
 """Identifies a tokenizer by its vocabulary, and has the table of byte-level tokenizers."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from typing import Any

@@ -10,6 +10,7 @@ Letters: B sequences, N nodes (root included), D greatest depth, R draft distrib
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -23,8 +24,6 @@ from foretoken.core.backend import floats_on, integers_on
 from foretoken.core.errors import TreeError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
     from numpy.typing import NDArray
 
 MAX_NODES = 512

@@ -6,6 +6,7 @@ A file with a drafter imports everything from here.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, Self, runtime_checkable
@@ -15,13 +16,11 @@ from pydantic import BaseModel, ConfigDict, Field, InstanceOf, ValidationInfo, f
 from foretoken.core.checks import shown, validated
 from foretoken.core.errors import ConfigError, nearest_name_hint
 from foretoken.trees.choices import OF_LANGUAGE_MODELS, PUBLISHED, TreeShape
-from foretoken.trees.dynamic import DynamicShape
+from foretoken.trees.dynamic import AnyShape, DynamicShape
 from foretoken.trees.merge import Pruning
-from foretoken.trees.stopping import StopRule
+from foretoken.trees.stopping import PathFloors, StopRule
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
     import torch
     from torch import Tensor
 
@@ -33,8 +32,6 @@ if TYPE_CHECKING:
     from foretoken.runner.costs import CostCurve
     from foretoken.runner.runner import Runner
     from foretoken.sampling.batch import SamplingBatch
-    from foretoken.trees.dynamic import AnyShape
-    from foretoken.trees.stopping import PathFloors
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,14 +9,16 @@ children without replacement as Sequoia does (2402.12374). Coupled requests draf
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Self
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from pydantic import model_validator
+from torch import Tensor
 
 from foretoken.core.errors import ConfigError
 from foretoken.core.token_tree import TokenTree
-from foretoken.drafters.base import TargetReads, by_depth
+from foretoken.drafters.base import Committed, DraftContext, Drafter, DraftRequest, TargetHandle, TargetReads, by_depth
 from foretoken.drafters.levels import DraftLevels, KeptDraws
 from foretoken.drafters.partial_reads import PartialRows, WeightOptions, draft_runner
 from foretoken.drafters.text_draft import TextDraftDrafter
@@ -31,12 +33,6 @@ from foretoken.drafters.vocabularies import (
 from foretoken.trees.choices import TreeShape
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-    from typing import Any
-
-    from torch import Tensor
-
-    from foretoken.drafters.base import Committed, DraftContext, Drafter, DraftRequest, TargetHandle
     from foretoken.models.loaded import LoadedModel
     from foretoken.trees.dynamic import AnyShape
 

@@ -10,20 +10,17 @@ Source: Elhoushi et al. 2024, LayerSkip (arXiv 2404.16710); transformers calls t
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from foretoken.core.errors import ConfigError
-from foretoken.drafters.base import TargetReads, by_depth
+from foretoken.drafters.base import Committed, DraftContext, Drafter, DraftRequest, TargetHandle, TargetReads, by_depth
 from foretoken.drafters.partial_reads import PartialRows
 from foretoken.drafters.self_drafts import SelfDrafts, SelfOptions, runner_of
-from foretoken.trees.dynamic import DynamicShape
+from foretoken.trees.dynamic import AnyShape, DynamicShape
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
     from foretoken.core.token_tree import TokenTree
-    from foretoken.drafters.base import Committed, DraftContext, Drafter, DraftRequest, TargetHandle
-    from foretoken.trees.dynamic import AnyShape
 
 
 class Options(SelfOptions):

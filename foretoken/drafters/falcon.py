@@ -8,6 +8,7 @@ Source: Gao et al. 2024 (arXiv 2412.12639).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -17,22 +18,18 @@ from typing_extensions import override
 
 from foretoken.core.backend import integers_on
 from foretoken.core.passes import Pass
-from foretoken.drafters.base import READ_SHARE
+from foretoken.drafters.base import READ_SHARE, DraftContext, Prefix, TargetHandle
 from foretoken.drafters.head_drafter import HeadDrafter
 from foretoken.drafters.head_features import CHUNK, TOGETHER, WaitingFeatures, rows_at
 from foretoken.drafters.levels import NodePasses, Prefixes
 from foretoken.heads.falcon import NUM_LAYERS, FalconHead, paired
 from foretoken.trees.choices import TreeShape
-from foretoken.trees.dynamic import begin_expansion
+from foretoken.trees.dynamic import AnyShape, begin_expansion
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from foretoken.decoder.block_stack import BlockStack
-    from foretoken.drafters.base import DraftContext, Prefix, TargetHandle
     from foretoken.models.parts import TargetParts
     from foretoken.sampling.draft_draws import DraftDraws
-    from foretoken.trees.dynamic import AnyShape
     from foretoken.trees.expansion import Expansion
 
 

@@ -8,6 +8,7 @@ Letters: B sequences, E hidden size, W width of a head's state, K heads.
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -24,23 +25,19 @@ from foretoken.drafters.base import TargetReads, TreeOption, by_depth
 from foretoken.drafters.head_features import LastFeatures, WaitingFeatures
 from foretoken.drafters.levels import CapturedExpansion, KeptDraws
 from foretoken.drafters.native.heads import HeadKernels
-from foretoken.drafters.partial_reads import PartialRows, WeightOptions, with_quantization
+from foretoken.drafters.partial_reads import DraftTokens, PartialRows, WeightOptions, with_quantization
 from foretoken.formats.checkpoint import HeadCheckpoint, TargetFingerprint
 from foretoken.formats.files import local_head
 from foretoken.formats.registry import read_head
-from foretoken.heads.base import StepHead
+from foretoken.heads.base import Head, StepHead
 from foretoken.models.parts import TargetParts, target_parts
 from foretoken.sampling.batch import SamplingBatch, SamplingRequest
 from foretoken.sampling.draft_draws import DraftDraws
 from foretoken.trees.choices import PUBLISHED, TreeShape, best_shape
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-
     from foretoken.decoder.quantized import Quantization
     from foretoken.drafters.base import Committed, DraftContext, DraftRequest, TargetHandle
-    from foretoken.drafters.partial_reads import DraftTokens
-    from foretoken.heads.base import Head
     from foretoken.heads.decoder_layer import DecoderLayer
     from foretoken.models.loaded import LoadedModel
     from foretoken.trees.dynamic import AnyShape, ShapedExpansion

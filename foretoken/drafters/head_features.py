@@ -11,6 +11,7 @@ of the stored outputs.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -21,8 +22,6 @@ from foretoken.core.passes import Pass
 from foretoken.drafters.partial_reads import PartialRows
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
     from foretoken.decoder.block_stack import BlockStack
     from foretoken.decoder.slot_cache import SlotCache
     from foretoken.drafters.base import Committed, Prefix, TargetHandle

@@ -20,6 +20,7 @@ a position, T rows within sight, C committed tokens.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -33,31 +34,25 @@ from foretoken.core.backend import integers_on, runs_cpu_kernels
 from foretoken.core.passes import Pass
 from foretoken.decoder.base import UnsuitableError
 from foretoken.decoder.slot_cache import LayerShape, SlotCache
-from foretoken.drafters.base import READ_SHARE
+from foretoken.drafters.base import READ_SHARE, DraftContext, Drafter, TargetHandle
 from foretoken.drafters.falcon import FalconDrafter
 from foretoken.drafters.head_drafter import HeadDrafter, HeadOptions
-from foretoken.drafters.head_features import CHUNK, StackFeatures, WaitingFeatures
+from foretoken.drafters.head_features import CHUNK, LastFeatures, StackFeatures, WaitingFeatures
 from foretoken.drafters.levels import CapturedExpansion, LevelPasses, Prefixes
 from foretoken.drafters.native.heads import AutoregressiveKernels
-from foretoken.heads.hydra import HydraConfig
+from foretoken.heads.hydra import HydraConfig, HydraHeads
 from foretoken.trees.choices import TreeShape
-from foretoken.trees.dynamic import begin_expansion
+from foretoken.trees.dynamic import AnyShape, begin_expansion
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from foretoken.drafters.base import DraftContext, Drafter, TargetHandle
-    from foretoken.drafters.head_features import LastFeatures
     from foretoken.heads.base import AutoregressiveHead, BlockInputs
     from foretoken.heads.decoder_layer import KeyValue
-    from foretoken.heads.hydra import HydraHeads
     from foretoken.heads.medusa import MedusaHeads
     from foretoken.heads.mlp_speculator import MlpSpeculatorHead
     from foretoken.heads.spire import SpireHead
     from foretoken.models.loaded import LoadedModel
     from foretoken.models.parts import TargetParts
     from foretoken.sampling.draft_draws import DraftDraws
-    from foretoken.trees.dynamic import AnyShape
     from foretoken.trees.expansion import Expansion
 
 Options = HeadOptions

@@ -10,6 +10,7 @@ Letters: B sequences, P parents of one level, W nodes that were fed, V target vo
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
@@ -32,17 +33,14 @@ from foretoken.decoder.native import NativeDecoder
 from foretoken.drafters.native.trees import draft_trees
 from foretoken.sampling.draft_draws import DraftDraws
 from foretoken.sampling.noise import KeyedNoise
-from foretoken.trees.dynamic import begin_expansion
+from foretoken.trees.dynamic import AnyShape, ShapedExpansion, begin_expansion
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Sequence
-
     from foretoken.decoder.cuda_graphs import GraphCapture
     from foretoken.drafters.base import DraftContext
     from foretoken.drafters.partial_reads import DraftTokens, PartialRows, SampleMethod
     from foretoken.drafters.vocabularies import VocabularyMap
     from foretoken.runner.runner import Runner
-    from foretoken.trees.dynamic import AnyShape, ShapedExpansion
     from foretoken.trees.expansion import Expansion, Frontier
     from foretoken.trees.merge import Pruning
     from foretoken.trees.stopping import StopRule
@@ -311,12 +309,7 @@ class DraftLevels:
                 self.begin(slot)
 
     def draft(
-        self,
-        slots: Sequence[int],
-        tokens: Sequence[Sequence[int]],
-        shape: AnyShape,
-        roots: Tensor,
-        draws: DraftDraws,
+        self, slots: Sequence[int], tokens: Sequence[Sequence[int]], shape: AnyShape, roots: Tensor, draws: DraftDraws
     ) -> ShapedExpansion:
         """Feeds new tokens of B sequences, and returns drafts after them; valid until the next call.
 

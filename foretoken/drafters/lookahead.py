@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import random
 from collections import OrderedDict
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
 from typing import TYPE_CHECKING, ClassVar
@@ -27,8 +28,6 @@ from foretoken.drafters.base import LookupOptions, TargetReads, TreeOption
 from foretoken.trees.merge import Trie
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-
     from foretoken.drafters.base import Committed, DraftContext, Drafter, DraftRequest, TargetHandle
 
 _MOST_NGRAMS = 16_384  # per sequence

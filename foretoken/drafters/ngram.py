@@ -15,19 +15,17 @@ from __future__ import annotations
 
 import math
 from array import array
+from collections.abc import Callable, Iterator, Sequence
 from itertools import cycle, islice
 from typing import TYPE_CHECKING
 
 from pydantic import Field, model_validator
 
-from foretoken.core.token_tree import TokenTree
+from foretoken.core.token_tree import TokenTree, TreeRow
 from foretoken.drafters.base import LookupOptions, TargetReads
 from foretoken.trees.merge import Trie
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-
-    from foretoken.core.token_tree import TreeRow
     from foretoken.drafters.base import Committed, DraftContext, Drafter, DraftRequest, TargetHandle
 
 MOST_MATCHES = 4  # per length

@@ -6,7 +6,7 @@ is always wrong, `pattern=[5]` always right to depth 5.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, ClassVar
 
 from pydantic import Field
@@ -16,8 +16,6 @@ from foretoken.drafters.base import DrafterOptions, TargetReads
 from foretoken.trees.merge import Trie
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from foretoken.drafters.base import Committed, DraftContext, Drafter, DraftRequest, TargetHandle
 
 

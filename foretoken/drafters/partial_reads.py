@@ -17,6 +17,7 @@ a fixed vocabulary from a corpus.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
@@ -24,24 +25,20 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, TypeV
 
 import torch
 from pydantic import Field, model_validator
+from torch import Tensor
 
 from foretoken.core.backend import runs_cpu_kernels
 from foretoken.core.errors import ConfigError
 from foretoken.decoder.base import UnsuitableError
-from foretoken.drafters.base import DrafterOptions
+from foretoken.drafters.base import Committed, DrafterOptions, TargetHandle, TargetReads
 from foretoken.formats.draft_vocabulary import DraftVocabulary
 from foretoken.runner.runner import Runner
 from foretoken.trees.merge import Pruning
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
-
-    from torch import Tensor
-
     from foretoken.decoder.native_linear import HeadRows
     from foretoken.decoder.quantized import Quantization
     from foretoken.decoder.slot_cache import SlotCache
-    from foretoken.drafters.base import Committed, TargetHandle, TargetReads
     from foretoken.models.loaded import LoadedModel
 
 QuantizationOption = Literal["auto", "int4", "int8", "none"]

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from copy import copy
 from itertools import islice
 from typing import TYPE_CHECKING, ClassVar, NamedTuple, Self
@@ -23,8 +24,6 @@ from foretoken.drafters.base import LookupOptions, TargetReads
 from foretoken.trees.merge import Trie
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-
     from foretoken.drafters.base import Committed, DraftContext, Drafter, DraftRequest, TargetHandle
 
 _MOST_REPLACED = 4  # after a change of at most so many tokens, as many tokens of the text count as replaced

@@ -13,6 +13,7 @@ Source: Luo et al. 2024, "Token Recycling" (arXiv 2408.08696).
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import compress
 from typing import TYPE_CHECKING, ClassVar
@@ -28,8 +29,6 @@ from foretoken.trees.choices import TreeShape, best_nodes
 from foretoken.trees.merge import pruned
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
     from numpy.typing import NDArray
 
     from foretoken.drafters.base import Committed, DraftContext, Drafter, DraftRequest, TargetHandle

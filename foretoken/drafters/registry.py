@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import pkgutil
 import sys
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from importlib import import_module
 from importlib.metadata import entry_points
@@ -19,13 +20,10 @@ from typing import TYPE_CHECKING, Any
 import foretoken.drafters
 from foretoken.core.checks import shown, validated
 from foretoken.core.errors import ConfigError, described, foreign_errors_as, nearest_name_hint
-from foretoken.drafters.base import DrafterOptions
+from foretoken.drafters.base import Drafter, DrafterOptions
 from foretoken.heads import head_methods
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from foretoken.drafters.base import Drafter
     from foretoken.models.loaded import LoadedModel
 
 _GROUP = "foretoken.drafters"

@@ -16,6 +16,7 @@ import json
 import math
 import mmap
 from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Self
 
@@ -32,8 +33,6 @@ from foretoken.files.bounded_reads import check_regular, read_json_object
 from foretoken.trees.merge import Trie, pruned
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
     from numpy.typing import NDArray
 
     from foretoken.drafters.base import Committed, DraftContext, Drafter, DraftRequest, TargetHandle

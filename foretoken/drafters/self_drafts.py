@@ -12,6 +12,7 @@ Letters: B sequences, D depth of chains, R tokens fed, V vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import TYPE_CHECKING, ClassVar, Protocol
@@ -22,24 +23,20 @@ from foretoken.core.backend import integers_on
 from foretoken.core.errors import ConfigError
 from foretoken.core.passes import Pass
 from foretoken.core.token_tree import TokenTree, common_prefix_len
-from foretoken.drafters.base import DrafterOptions
+from foretoken.drafters.base import DraftContext, DrafterOptions, DraftRequest, TargetHandle
 from foretoken.drafters.levels import DraftLevels, KeptDraws, Prefixes, TreeDrafts
 from foretoken.drafters.ngram import NgramDrafter, Options
 from foretoken.drafters.partial_reads import PartialRows, SampleMethod, draft_runner
 from foretoken.drafters.vocabularies import DraftModelFiles, vocabulary_map
 from foretoken.sampling.draft_draws import DraftDraws
 from foretoken.trees.choices import TreeShape
-from foretoken.trees.dynamic import begin_expansion
+from foretoken.trees.dynamic import AnyShape, begin_expansion
 from foretoken.trees.merge import Pruning
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
     from torch import Tensor
 
-    from foretoken.drafters.base import DraftContext, DraftRequest, TargetHandle
     from foretoken.runner.runner import Runner
-    from foretoken.trees.dynamic import AnyShape
     from foretoken.trees.expansion import Expansion
 
 _MOST_GUESSES = 4  # in a pass; a choice, more pay where all are right: NOTES, "Guesses under the drafts"

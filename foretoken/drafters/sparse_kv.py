@@ -17,33 +17,27 @@ Sources: Vegas (arXiv 2602.07223); SnapKV (2404.14469) and StreamingLLM (2309.17
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 import numpy as np
 import torch
 from pydantic import Field, model_validator
-from torch import Tensor
+from torch import Tensor, nn
 
 from foretoken.core.backend import reads_are_free
 from foretoken.core.errors import ConfigError
 from foretoken.core.token_tree import TokenTree
-from foretoken.decoder.quantized import bytes_per_weight
+from foretoken.decoder.quantized import Quantization, bytes_per_weight
 from foretoken.decoder.quantized_modules import QuantizedModule
-from foretoken.drafters.base import TargetReads, by_depth
+from foretoken.drafters.base import Committed, DraftContext, Drafter, DraftRequest, TargetHandle, TargetReads, by_depth
 from foretoken.drafters.partial_reads import PartialRows, QuantizationOption, draft_runner
-from foretoken.drafters.self_drafts import Lookups, ModelGuesses, SelfDrafts, SelfOptions, runner_of
+from foretoken.drafters.self_drafts import Guesses, Lookups, ModelGuesses, SelfDrafts, SelfOptions, runner_of
 from foretoken.trees.choices import TreeShape
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
-
-    from torch import nn
-
-    from foretoken.decoder.quantized import Quantization
     from foretoken.decoder.slot_cache import SlotCache
-    from foretoken.drafters.base import Committed, DraftContext, Drafter, DraftRequest, TargetHandle
-    from foretoken.drafters.self_drafts import Guesses
     from foretoken.models.loaded import LoadedModel
     from foretoken.trees.dynamic import AnyShape
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from array import array
 from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from heapq import heappop, heappush
@@ -27,8 +28,6 @@ from foretoken.drafters.suffix_tree import Match, SuffixMatches, SuffixTree
 from foretoken.trees.merge import pruned
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
     from foretoken.drafters.base import Committed, DraftContext, Drafter, DraftRequest, TargetHandle
 
 _SALT_BYTES = 256  # of a tree's entry, without the salt's characters

@@ -15,12 +15,9 @@ Source: Oliaro et al. 2024 (arXiv 2411.04975), section 4; the layout of nodes is
 from __future__ import annotations
 
 from array import array
+from collections.abc import Collection, Sequence
 from operator import itemgetter
 from sys import getsizeof
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from collections.abc import Collection, Sequence
 
 _OFFSET_BITS = 32  # of a place: a sequence, and the offset of a suffix in it
 _OFFSET = (1 << _OFFSET_BITS) - 1

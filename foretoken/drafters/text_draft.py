@@ -9,23 +9,19 @@ Source: Timor et al. 2025 (arXiv 2502.05202), algorithm 2 (SLEM).
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from foretoken.core.token_tree import TokenTree, TreeRow
-from foretoken.drafters.base import TargetReads
+from foretoken.drafters.base import Committed, DraftContext, DraftRequest, TargetHandle, TargetReads
 from foretoken.drafters.levels import DraftLevels, KeptDraws
-from foretoken.drafters.partial_reads import PartialRows, draft_runner
-from foretoken.drafters.vocabularies import shared_specials
+from foretoken.drafters.partial_reads import PartialRows, WeightOptions, draft_runner
+from foretoken.drafters.vocabularies import Piece, Vocabulary, shared_specials
 from foretoken.trees.choices import TreeShape
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from foretoken.drafters.base import Committed, DraftContext, DraftRequest, TargetHandle
-    from foretoken.drafters.partial_reads import WeightOptions
-    from foretoken.drafters.vocabularies import Piece, Vocabulary
     from foretoken.models.loaded import LoadedModel
 
 _LOOK_BEHIND = 12  # tokens before new text that are encoded again with it

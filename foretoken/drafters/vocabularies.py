@@ -10,10 +10,12 @@ from __future__ import annotations
 import json
 import logging
 import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
+from torch import Tensor
 
 from foretoken.core.errors import ConfigError, PassError, described, foreign_errors_as
 from foretoken.core.passes import Pass
@@ -23,10 +25,6 @@ from foretoken.models.loading import load_model, load_tokenizer
 from foretoken.models.names import resolve_model
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
-
-    from torch import Tensor
-
     from foretoken.drafters.base import TargetHandle
     from foretoken.models.loaded import LoadedModel
 

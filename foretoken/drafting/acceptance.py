@@ -14,6 +14,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from math import exp
 from operator import mul
@@ -24,8 +25,6 @@ from foretoken.files.user_cache import KeptEntries, is_number
 from foretoken.formats.checkpoint import TargetFingerprint
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from foretoken.models.loaded import LoadedModel
 
 # Each number below was halved and doubled in the made worlds: NOTES, "Numbers of the controller".

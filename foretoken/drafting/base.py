@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, Protocol, Self
 
 from foretoken.trees.merge import merge_trees
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from foretoken.core.records import Declined, StepRecord
     from foretoken.core.token_tree import TokenTree
     from foretoken.trees.stopping import PathFloors

@@ -9,6 +9,7 @@ seconds are divided by the slowdown of the passes.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -28,22 +29,18 @@ from foretoken.drafters.base import (
     SparingReader,
 )
 from foretoken.drafting.acceptance import KeptAcceptance, pair_key
-from foretoken.drafting.base import Fixed
+from foretoken.drafting.base import Controller, Fixed
 from foretoken.drafting.costs import fastest_by_depth
 from foretoken.drafting.draft_guard import DraftGuard, UntrustedDrafter
 from foretoken.drafting.goodput import Goodput
-from foretoken.drafting.policies import ByBatchSize, Heuristic, SmartSpec
+from foretoken.drafting.policies import BatchTable, ByBatchSize, Heuristic, SmartSpec
 from foretoken.runner.costs import keep_points, read_points
 from foretoken.runner.decoders import as_key, facts_of_passes
 from foretoken.sampling.batch import SamplingBatch, SamplingRequest
 from foretoken.trees.stopping import STOP_CONTROLS
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from foretoken.drafters.base import Drafter, DrafterOptions, TargetHandle
-    from foretoken.drafting.base import Controller
-    from foretoken.drafting.policies import BatchTable
 
 _PROMPT_LEN = 8
 _MOST_TIMED = 4  # levels of the deepest timed drafts

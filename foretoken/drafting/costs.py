@@ -16,6 +16,7 @@ show. A busy machine slows passes, drafts and the host alike, so `machine` chang
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import exp, log
 from typing import TYPE_CHECKING
 
@@ -25,8 +26,6 @@ from foretoken.drafters.base import READ_SHARE
 from foretoken.runner.costs import CostCurve
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from foretoken.core.records import AskedDrafter, StepRecord
 
 LONGEST = 1.4  # an observation counts at most this far from what is known, unless the one before was as far

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
+from collections.abc import Sequence
 from copy import copy
 from dataclasses import replace
 from itertools import takewhile
@@ -30,8 +31,6 @@ from foretoken.core.token_tree import PROBE, DraftDistributions, DrawKind, Token
 from foretoken.drafters.base import Committed, DraftContext, Lookup, PrefixKeeper, Verified
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from foretoken.drafters.base import Drafter, DraftRequest, TargetHandle, TargetReads
     from foretoken.sampling.batch import SamplingBatch
 

@@ -2,29 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple, Self
 
 import torch
 
 from foretoken.core.backend import StageClock
-from foretoken.core.records import AskedDrafter
+from foretoken.core.records import AskedDrafter, Declined, StepRecord
 from foretoken.core.token_tree import PROBE, TokenTree
-from foretoken.drafters.base import TargetReads
-from foretoken.drafting.base import Ask
+from foretoken.drafters.base import Committed, DraftContext, Drafter, DraftRequest, TargetReads
+from foretoken.drafting.base import Allotment, Ask, Continue, Controller, Leaf
 from foretoken.drafting.draft_guard import DraftGuard, SafeDraft, within_node_limits
 from foretoken.drafting.exploration import Followed
 from foretoken.drafting.goodput import Goodput
-from foretoken.grammars.drafts import FORCED, constrained_tree
+from foretoken.grammars.drafts import FORCED, GrammarBounds, constrained_tree
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from foretoken.core.passes import Tap
-    from foretoken.core.records import Declined, StepRecord
-    from foretoken.drafters.base import Committed, DraftContext, Drafter, DraftRequest
-    from foretoken.drafting.base import Allotment, Continue, Controller, Leaf
-    from foretoken.grammars.drafts import GrammarBounds
     from foretoken.sampling.batch import SamplingBatch
 
 

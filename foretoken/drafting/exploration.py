@@ -6,11 +6,10 @@ Drafters with KV rows read what they missed of a text before they draft. That is
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from foretoken.drafters.base import DraftContext, DraftRequest
 
 SHARE = 0.01  # share of the iterations that may be lost to exploration and to wrong estimates

@@ -14,17 +14,18 @@ time is verified whole, so that the host need not read it: there the depth is al
 from __future__ import annotations
 
 import weakref
+from collections.abc import Mapping, Sequence
 from math import log
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from foretoken.core.records import Declined
-from foretoken.core.token_tree import MAX_NODES, PROBE, DrawKind
-from foretoken.drafting.acceptance import Known
-from foretoken.drafting.base import UNBOUNDED, Allotment, Allowance, Ask
+from foretoken.core.records import Declined, SequenceStep, StepRecord
+from foretoken.core.token_tree import MAX_NODES, PROBE, DrawKind, TokenTree
+from foretoken.drafting.acceptance import KeptAcceptance, Known, Learner
+from foretoken.drafting.base import UNBOUNDED, Allotment, Allowance, Ask, Continue
 from foretoken.drafting.costs import LONGEST, CostModel, is_little
-from foretoken.drafting.exploration import Exploration, Reading
+from foretoken.drafting.exploration import Exploration, Reading, Unread
 from foretoken.drafting.host_trees import (
     HostMerge,
     HostRow,
@@ -36,21 +37,12 @@ from foretoken.drafting.host_trees import (
     read_rows,
     scored,
 )
-from foretoken.drafting.plans import AtHand, Candidate, Costs, best_depth, select_nodes, stop
-from foretoken.trees.merge import merge_trees, prune, with_continuations
+from foretoken.drafting.plans import AtHand, Candidate, Costs, DraftPlan, best_depth, select_nodes, stop
+from foretoken.trees.merge import Continuation, merge_trees, prune, with_continuations
 from foretoken.trees.stopping import PathFloors
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from foretoken.core.records import SequenceStep, StepRecord
-    from foretoken.core.token_tree import TokenTree
-    from foretoken.drafting.acceptance import KeptAcceptance, Learner
-    from foretoken.drafting.base import Continue
-    from foretoken.drafting.exploration import Unread
-    from foretoken.drafting.plans import DraftPlan
     from foretoken.runner.costs import CostCurve
-    from foretoken.trees.merge import Continuation
 
 _FREE = 0.03  # share of a plain iteration: a drafter that takes less on average is always asked, and first
 _WIDTH_RATE = 0.1  # weight of a draft in the mean number of nodes per level

@@ -5,6 +5,7 @@ A tree is a few lists: for a few dozen nodes a call of an array library takes lo
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from math import exp, log
 from typing import TYPE_CHECKING, NamedTuple
@@ -13,15 +14,12 @@ import torch
 
 from foretoken.core.backend import floats_on, integers_on
 from foretoken.core.token_tree import PROBE, TokenTree, TreeRow
-from foretoken.drafting.base import Leaf
+from foretoken.drafting.base import Continue, Leaf
 from foretoken.trees.merge import Continuation
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from foretoken.core.records import SequenceStep
     from foretoken.drafting.acceptance import NodeAcceptance
-    from foretoken.drafting.base import Continue
 
 
 class HostRow(NamedTuple):

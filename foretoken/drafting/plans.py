@@ -15,14 +15,13 @@ all sequences form trees. The best number of nodes is taken, which may be none.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import accumulate
 from typing import TYPE_CHECKING, NamedTuple
 
 from foretoken.core.token_tree import PROBE
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from foretoken.drafting.host_trees import HostRow
 
 

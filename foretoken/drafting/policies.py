@@ -7,6 +7,7 @@ Each policy here chooses one depth for all sequences of a batch, and whole draft
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,8 +18,6 @@ from foretoken.drafting.base import Allotment, Allowance, Fixed
 from foretoken.trees.stopping import STOP_CONTROLS
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from foretoken.core.records import StepRecord
     from foretoken.runner.costs import CostCurve
 

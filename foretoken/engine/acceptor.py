@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -18,29 +20,21 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from foretoken.acceptance.rules import KeyedDecisions, walk_chosen
-from foretoken.acceptance.select import AcceptancePolicy, accept, walk_synthetic
+from foretoken.acceptance.rules import Acceptance, ChosenPath, KeyedDecisions, walk_chosen
+from foretoken.acceptance.select import AcceptancePolicy, LengthSchedule, accept, walk_synthetic
 from foretoken.core.backend import has_triton_kernels, integers_on, reads_are_free
 from foretoken.core.errors import described
 from foretoken.core.passes import TokenChoice
 from foretoken.core.records import TreeTrace
-from foretoken.core.token_tree import PROBE
-from foretoken.engine.iteration import Outcome
-from foretoken.sampling.batch import best_possible, warp
+from foretoken.core.token_tree import PROBE, HostFacts, TokenTree
+from foretoken.engine.iteration import Outcome, Verification
+from foretoken.sampling.batch import SamplingBatch, best_possible, warp
 from foretoken.sampling.node_scores import NodeScores
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-    from collections.abc import Sequence as Seq
-
-    from foretoken.acceptance.rules import Acceptance, ChosenPath
-    from foretoken.acceptance.select import LengthSchedule
-    from foretoken.core.token_tree import HostFacts, TokenTree
     from foretoken.decoder.base import PassOutput
     from foretoken.drafting.drafting import Drafting
-    from foretoken.engine.iteration import Verification
     from foretoken.engine.sequence import SamplingState, Sequence
-    from foretoken.sampling.batch import SamplingBatch
 
 _DRAFTERS = PROBE - 1  # bits of the drafters in `TokenTree.source`
 _COLUMNS = ("token", "parent", "depth", "drafters", "probe", "score", "draft_prob", "prob", "target", "target_prob")

@@ -7,27 +7,24 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
 from dataclasses import replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
 from foretoken.core.backend import integers_on
 from foretoken.core.passes import Pass
-from foretoken.core.records import SequenceStep
+from foretoken.core.records import SequenceStep, TreeTrace
 from foretoken.drafters.base import Committed, Verified
-from foretoken.engine.sequence import contained, slot_of, token_scores
+from foretoken.engine.sequence import Sequence, contained, slot_of, token_scores
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-    from collections.abc import Sequence as Seq
-
     from torch import Tensor
 
-    from foretoken.core.records import TreeTrace
     from foretoken.core.token_tree import TokenTree
     from foretoken.decoder.base import PassOutput
     from foretoken.drafting.drafting import Draft, Drafting
-    from foretoken.engine.sequence import Sequence
     from foretoken.runner.runner import Runner
 
 # Longest time of a step with prompt tokens, in steps without; NOTES, "The longest gap between tokens".
@@ -308,12 +305,7 @@ def verification(
 
 
 def newly_committed(
-    roots: list[int],
-    trees: Pass,
-    tree: TokenTree,
-    outcomes: list[Outcome],
-    output: PassOutput,
-    top_ids: Tensor | None,
+    roots: list[int], trees: Pass, tree: TokenTree, outcomes: list[Outcome], output: PassOutput, top_ids: Tensor | None
 ) -> Committed:
     """Returns what drafters learn: root and accepted path of every sequence, with their features.
 

@@ -13,37 +13,31 @@ of grammars in `_propose`, predictions in `Drafting.propose`, synthetic acceptan
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
+from torch import Tensor
 
 from foretoken.core.backend import StageClock, is_out_of_memory, restored_torch_state
 from foretoken.core.errors import ModelError, described
-from foretoken.core.records import StepRecord
+from foretoken.core.records import SequenceStep, StageSeconds, StepRecord, TreeTrace
 from foretoken.core.token_tree import MAX_NODES, TokenTree
 from foretoken.decoder.cuda_graphs import WARM_UPS
 from foretoken.drafters.base import DraftContext
-from foretoken.drafting.drafting import Draft
+from foretoken.drafting.drafting import Draft, Drafting
 from foretoken.engine.acceptor import Acceptor
 from foretoken.engine.iteration import Prefill, VerifiedBatch, newly_committed, sequence_step, verification
-from foretoken.engine.scheduler import EngineCounts, Scheduler
-from foretoken.engine.sequence import MemoryPressure, SamplingState, contained, fail, slot_of, token_scores
+from foretoken.engine.scheduler import EngineCounts, Scheduler, SlotPool
+from foretoken.engine.sequence import MemoryPressure, SamplingState, Sequence, contained, fail, slot_of, token_scores
 from foretoken.grammars.drafts import GrammarBounds
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
-
-    from torch import Tensor
-
     from foretoken.acceptance.select import AcceptancePolicy
-    from foretoken.core.records import SequenceStep, StageSeconds, TreeTrace
     from foretoken.core.results import Metric
     from foretoken.decoder.base import PassOutput
-    from foretoken.drafting.drafting import Drafting
     from foretoken.engine.iteration import Outcome, Verification
-    from foretoken.engine.scheduler import SlotPool
-    from foretoken.engine.sequence import Sequence
     from foretoken.runner.runner import Runner
     from foretoken.sampling.batch import SamplingBatch
 

@@ -14,6 +14,8 @@ head of the queue, and what the KV cache no longer holds of its tokens is read a
 from __future__ import annotations
 
 from collections import Counter, deque
+from collections.abc import Callable, Iterable
+from collections.abc import Sequence as Seq
 from operator import itemgetter
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -21,15 +23,11 @@ from foretoken.core.results import Counter as CounterMetric
 from foretoken.core.results import Gauge, Metric, Vector
 from foretoken.core.token_tree import common_prefix_len
 from foretoken.drafters.base import DraftRequest, Prefix
-from foretoken.engine.sequence import contained
+from foretoken.engine.sequence import Client, Sequence, contained
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
-    from collections.abc import Sequence as Seq
-
     from foretoken.core.records import StepRecord
     from foretoken.drafting.drafting import Drafting
-    from foretoken.engine.sequence import Client, Sequence
     from foretoken.runner.runner import Runner
     from foretoken.sampling.batch import HistoryTable
 

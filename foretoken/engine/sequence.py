@@ -1,33 +1,23 @@
 """One sequence while it is decoded; the sampling state of all, by slot; failures that end one sequence alone."""
 
-from __future__ import annotations
-
 import logging
 import time
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
+from collections.abc import Sequence as Seq
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
 from foretoken.core.backend import has_cuda_runtime
 from foretoken.core.errors import described, one_line
-from foretoken.core.records import GenerationMetrics
+from foretoken.core.records import GenerationMetrics, SequenceStep
 from foretoken.core.results import CompletionOutput, Logprob, StreamChunk, TextPart
-from foretoken.sampling.batch import History, HistoryTable, SamplingBatch
-from foretoken.sampling.node_scores import GrammarMask
-from foretoken.text.codec import Detokenizer, StopStrings
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from collections.abc import Sequence as Seq
-
-    from foretoken.core.records import SequenceStep
-    from foretoken.sampling.batch import SamplingRequest
-    from foretoken.sampling.node_scores import GrammarState
-    from foretoken.text.codec import Codec
+from foretoken.sampling.batch import History, HistoryTable, SamplingBatch, SamplingRequest
+from foretoken.sampling.node_scores import GrammarMask, GrammarState
+from foretoken.text.codec import Codec, Detokenizer, StopStrings
 
 Client = tuple[Hashable, ...]
 """A client, and perhaps a part of its requests; empty for calls that share nothing."""

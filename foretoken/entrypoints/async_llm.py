@@ -7,25 +7,20 @@ from __future__ import annotations
 
 import asyncio
 import weakref
-from collections.abc import Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Generator
 from dataclasses import replace
 from functools import partial
+from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from foretoken.core.checks import check_integer, check_text, shown
 from foretoken.core.errors import BuiltPerProcess, ConfigError, RequestError, undone_on_error
-from foretoken.core.results import CompletionOutput
-from foretoken.core.sampling_params import RequestOutputKind, check_other_keywords
-from foretoken.entrypoints.llm import LLM
+from foretoken.core.results import CompletionOutput, RequestOutput, StreamChunk
+from foretoken.core.sampling_params import RequestOutputKind, SamplingParams, check_other_keywords
+from foretoken.entrypoints.llm import LLM, EngineArgs
 from foretoken.entrypoints.serving import RequestQueue, ServingThread
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Generator
-    from types import TracebackType
-
-    from foretoken.core.results import RequestOutput, StreamChunk
-    from foretoken.core.sampling_params import SamplingParams
-    from foretoken.entrypoints.llm import EngineArgs
     from foretoken.entrypoints.requests import QueuedRequest
     from foretoken.text.prompts import Prompt
 

@@ -7,7 +7,7 @@ import os
 import re
 import warnings
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -36,8 +36,6 @@ from foretoken.models.names import TAG, is_gguf, local_model
 from foretoken.trees.stopping import STOP_CONTROLS, TRAINED, StopRule, read_rule, rule_file
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     from foretoken.core.results import RequestOutput
     from foretoken.drafters.base import DrafterOptions
 

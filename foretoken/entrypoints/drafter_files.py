@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -12,16 +14,12 @@ from foretoken.core.backend import restored_torch_state
 from foretoken.core.checks import check_integer, check_text, shown
 from foretoken.core.errors import ConfigError, ForetokenError, described, foreign_errors_as
 from foretoken.core.token_tree import MAX_NODES
-from foretoken.drafters.base import TargetReads
+from foretoken.drafters.base import Drafter, TargetHandle, TargetReads
 from foretoken.drafting.draft_guard import UntrustedDrafter
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-    from contextlib import AbstractContextManager
-
     import torch
 
-    from foretoken.drafters.base import Drafter, TargetHandle
 
 DRAFT_MODEL = "draft_model"
 _NAME_OF_HEAD = re.compile(r"[\w+-]+")

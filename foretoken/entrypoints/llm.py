@@ -8,7 +8,10 @@ from __future__ import annotations
 import argparse
 import gc
 import logging
+import os
 import warnings
+from collections.abc import Callable, Generator, Mapping
+from collections.abc import Sequence as Seq
 from contextlib import closing, nullcontext
 from functools import cache, partial
 from inspect import Parameter, signature
@@ -20,15 +23,15 @@ from foretoken.acceptance.select import AcceptancePolicy
 from foretoken.core.backend import own_torch_state
 from foretoken.core.checks import shown
 from foretoken.core.errors import BuiltPerProcess, ConfigError, EngineStopped, RequestError, nearest_name_hint
-from foretoken.core.sampling_params import check_other_keywords
+from foretoken.core.sampling_params import SamplingParams, check_other_keywords
 from foretoken.decoder.slot_cache import share_of_free
-from foretoken.drafters.base import TargetHandle
+from foretoken.drafters.base import Drafter, DrafterOptions, TargetHandle
 from foretoken.drafters.registry import create_drafter
 from foretoken.drafting.choice import choose_controller, choose_for_predictions, most_nodes
 from foretoken.drafting.drafting import Drafting, joint_reads
 from foretoken.engine.loop import Engine
 from foretoken.engine.scheduler import SlotPool
-from foretoken.entrypoints.config import parse_speculative_config
+from foretoken.entrypoints.config import SpeculativeConfig, parse_speculative_config
 from foretoken.entrypoints.drafter_files import attach_drafter, make_drafter
 from foretoken.entrypoints.model_arguments import (
     check_context_len,
@@ -46,22 +49,14 @@ from foretoken.entrypoints.vllm_arguments import OTHER_ARGUMENTS, check_other_ar
 from foretoken.models.borrowed import count_writes
 from foretoken.runner.costs import pass_costs
 from foretoken.runner.runner import Runner
-from foretoken.text.prompts import chat_format, ids_without_token
+from foretoken.text.prompts import Message, Prompt, chat_format, ids_without_token
 
 if TYPE_CHECKING:
-    import os
-    from collections.abc import Callable, Generator, Mapping
-    from collections.abc import Sequence as Seq
-
     import torch
 
     from foretoken.core.records import StepRecord
     from foretoken.core.results import Metric, RequestOutput, StreamChunk
-    from foretoken.core.sampling_params import SamplingParams
-    from foretoken.drafters.base import Drafter, DrafterOptions
-    from foretoken.entrypoints.config import SpeculativeConfig
     from foretoken.models.loaded import LoadedModel
-    from foretoken.text.prompts import Message, Prompt
 
 _DEFAULT_SEQUENCES = 8
 _log = logging.getLogger(__name__)

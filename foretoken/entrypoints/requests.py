@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import random
 from collections import deque
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -14,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 from foretoken.core.checks import check_text, checked_token_ids, shown
 from foretoken.core.errors import ForetokenError, RequestError, described
 from foretoken.core.records import GenerationMetrics
-from foretoken.core.results import RequestOutput
+from foretoken.core.results import RequestOutput, StreamChunk
 from foretoken.core.sampling_params import MOST_BAD_WORD_TOKENS, RequestOutputKind, SamplingParams, bounded_bad_words
-from foretoken.engine.sequence import Sequence
+from foretoken.engine.sequence import Client, Sequence
 from foretoken.grammars.compiling import Grammars
 from foretoken.sampling.batch import SamplingRequest
 from foretoken.sampling.noise import derive_seed
@@ -24,10 +25,6 @@ from foretoken.text.codec import Codec
 from foretoken.text.prompts import ChatFormat, PromptReader, ReadPrompt, chat_prompts, split_prompts
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
-    from foretoken.core.results import StreamChunk
-    from foretoken.engine.sequence import Client
     from foretoken.runner.runner import Runner
 
 

@@ -14,21 +14,19 @@ import threading
 import time
 import weakref
 from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING
 
 from foretoken.core.backend import own_torch_state
 from foretoken.core.errors import EngineStopped, ForetokenError, QueueFull, RequestError, described
-from foretoken.entrypoints.requests import QueuedRequest
+from foretoken.entrypoints.requests import QueuedRequest, Request, RequestReader
 from foretoken.files.processes import ForkLock
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Iterable, Iterator
-
     from foretoken.engine.loop import Engine
     from foretoken.engine.sequence import Client, Sequence
-    from foretoken.entrypoints.requests import Request, RequestReader
 
 _INTERRUPTED = (
     "another call of this LLM was interrupted by {error} in the middle of an iteration, which serves the requests of "

@@ -3,18 +3,14 @@
 They are arguments of `LLM`, options of `vllm serve`, and keys of `speculative_config`.
 """
 
-from __future__ import annotations
-
 import json
 import logging
+from collections.abc import Callable, Collection, Iterable, Mapping
 from numbers import Real
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from foretoken.core.checks import shown
 from foretoken.core.errors import ConfigError, nearest_name_hint
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Mapping
 
 _log = logging.getLogger(__name__)
 

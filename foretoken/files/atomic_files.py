@@ -8,8 +8,6 @@ If the path is a symbolic link, the link stays and what it points to is replaced
 directory that is merged into, raise an error.
 """
 
-from __future__ import annotations
-
 import errno
 import json
 import logging
@@ -17,21 +15,18 @@ import os
 import secrets
 import shutil
 import stat
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from safetensors import SafetensorError
 
 from foretoken.core.checks import shown
 from foretoken.core.errors import ConfigError, ForetokenError, RequestError, one_line, undone_on_error
 from foretoken.files.bounded_reads import MIB, read_regular
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
-
 
 _LONGEST_NAME = 40  # characters of the path's name in the hidden name; file systems allow 255 bytes
 _log = logging.getLogger(__name__)

@@ -3,22 +3,18 @@
 Also reads JSON objects, and the tensors' names, shapes and dtypes in headers of safetensors files.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import select
 import stat
 import time
 from codecs import BOM_UTF8
-from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
 
 from safetensors import safe_open
 
 from foretoken.core.errors import ForetokenError, ModelError, RequestError, one_line
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 MIB = 1 << 20  # bytes
 MOST_JSON_BYTES = 64 * MIB  # a choice: the index of the largest public models has a few MiB

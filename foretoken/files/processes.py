@@ -5,8 +5,6 @@ another thread that is busy in C or Rust, or that holds the interpreter's lock. 
 `serve` the other one's. Helper programs import this module, so it imports `filelock` and `ctypes` only where needed.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -14,15 +12,13 @@ import subprocess
 import sys
 import threading
 import weakref
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import TracebackType
+from typing import Any
 
 from foretoken.core.errors import ConfigError, ForetokenError, one_line, undone_on_error
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
-    from types import TracebackType
 
 _ENDING_SECONDS = 0.5  # waits for a run that is just ending; a choice
 

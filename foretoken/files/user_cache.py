@@ -5,22 +5,18 @@ to it: owner and mode of the directory, its parents and every file are checked. 
 everything works without a cache.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import math
 import os
 import stat
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from foretoken.files.atomic_files import write_file
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 # Neither follows a link nor waits for the other end of a pipe.

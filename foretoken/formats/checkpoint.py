@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field
@@ -22,9 +23,6 @@ from foretoken.models.config import check_model_files
 from foretoken.models.loaded import DTYPES, HASHED_ROWS, LoadedModel
 from foretoken.models.loading import load_config, load_model
 from foretoken.models.parts import final_norm, target_parts
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
 
 
 class TargetFingerprint(BaseModel):

@@ -10,7 +10,9 @@ from __future__ import annotations
 import logging
 import re
 from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -22,9 +24,6 @@ from foretoken.formats.checkpoint import HeadCheckpoint, TargetFingerprint, Targ
 from foretoken.heads.base import HeadConfig, build_head
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
-    from pathlib import Path
-
     from foretoken.formats.files import HeadFiles, Weights
 
 KEY = "foretoken"

@@ -7,8 +7,10 @@ torch takes seconds to import.
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from math import prod
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from safetensors import SafetensorError
@@ -18,9 +20,6 @@ from foretoken.files.bounded_reads import check_regular, read_json_object, tenso
 from foretoken.heads import head_methods
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
-    from pathlib import Path
-
     from foretoken.formats.checkpoint import HeadCheckpoint
 
 # For each row; a choice, far above the norms of trained weights: damaged ones reach the limits of their dtype.

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Annotated, Literal, Self
+from pathlib import Path
+from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -11,9 +12,6 @@ from foretoken.core.checks import validated
 from foretoken.core.errors import ConfigError
 from foretoken.files.atomic_files import told_as, write_file
 from foretoken.files.bounded_reads import read_json_object
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 _ADVICE = "Make it with `foretoken data vocab`."
 

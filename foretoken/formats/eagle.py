@@ -14,9 +14,12 @@ Letters: E hidden size of the target, W width of the block, V vocabulary, Vd voc
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
+from torch import Tensor
 
 from foretoken.core.checks import shown
 from foretoken.core.errors import ModelError, listed
@@ -38,11 +41,6 @@ from foretoken.heads.eagle import EagleConfig
 from foretoken.heads.falcon import NUM_LAYERS, FalconConfig
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-    from pathlib import Path
-
-    from torch import Tensor
-
     from foretoken.formats.checkpoint import HeadCheckpoint, TargetInfo
 
 EMBEDDING, LM_HEAD, LAYER = "embed_tokens.weight", "lm_head.weight", "layers.0"

@@ -8,7 +8,9 @@ neither: their code reads the boundaries 2, L // 2 and L - 3 of L blocks.
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from foretoken.core.checks import shown
@@ -20,9 +22,6 @@ from foretoken.formats.files import HeadFiles, Weights, save
 from foretoken.heads.eagle3 import Eagle3Config
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-    from pathlib import Path
-
     from torch import Tensor
 
     from foretoken.formats.checkpoint import HeadCheckpoint, TargetInfo

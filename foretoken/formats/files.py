@@ -11,11 +11,12 @@ import pickle
 import re
 import warnings
 import zipfile
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
@@ -28,9 +29,6 @@ from foretoken.files.atomic_files import new_directory, told_as
 from foretoken.files.bounded_reads import check_regular, read_json_object, tensor_headers
 from foretoken.models.config import indexed_files
 from foretoken.models.names import is_gguf, is_hub_id
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
 
 _PLAIN = ["*.json", "*.safetensors"]
 # Downloaded only if a repository has no safetensors; torch's restricted reader opens them.

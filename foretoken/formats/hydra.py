@@ -10,8 +10,10 @@ block rotates by its own rules. A head that would be another network there is no
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from foretoken.core.checks import shown
@@ -24,9 +26,6 @@ from foretoken.heads.hydra import HydraConfig
 from foretoken.models.parts import target_scaling
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-    from pathlib import Path
-
     from torch import Tensor
 
     from foretoken.formats.checkpoint import HeadCheckpoint, TargetInfo

@@ -19,11 +19,14 @@ The published form is `{head}.{layer}.linear.*`, an LM head each, alone or in a 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
+from torch import Tensor
 
 from foretoken.core.checks import shown
 from foretoken.core.errors import ConfigError, ModelError
@@ -33,11 +36,6 @@ from foretoken.formats.files import HeadFiles, Weights, save
 from foretoken.heads.medusa import MedusaConfig
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-    from pathlib import Path
-
-    from torch import Tensor
-
     from foretoken.formats.checkpoint import HeadCheckpoint, TargetInfo
 
 

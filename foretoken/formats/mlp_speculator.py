@@ -8,6 +8,8 @@ are tied.
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from foretoken.core.errors import ConfigError, ModelError
@@ -17,9 +19,6 @@ from foretoken.formats.files import HeadFiles, Weights, save
 from foretoken.heads.mlp_speculator import MlpSpeculatorConfig
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-    from pathlib import Path
-
     from foretoken.formats.checkpoint import HeadCheckpoint, TargetInfo
 
 _PREFIX = "speculator."

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError, safe_open
@@ -10,16 +12,12 @@ from safetensors import SafetensorError, safe_open
 from foretoken.core.checks import shown, validated
 from foretoken.core.errors import ModelError, nearest_name_hint
 from foretoken.files.bounded_reads import check_regular
-from foretoken.formats.checkpoint import HeadCheckpoint, check_keys, checked_extras
+from foretoken.formats.checkpoint import HeadCheckpoint, TargetInfo, check_keys, checked_extras
 from foretoken.formats.conversion import Format, WriteOptions, check_token_map, check_values, head_shapes
 from foretoken.formats.files import HeadFiles, whole_files, write_config, write_weights
 from foretoken.heads import head_methods
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-    from pathlib import Path
-
-    from foretoken.formats.checkpoint import TargetInfo
     from foretoken.heads.base import HeadConfig
 
 KEY = "foretoken_head"

@@ -5,7 +5,9 @@ Modules of this package name their formats in `FORMATS`, see `Format`. Our own f
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from foretoken.core.errors import ConfigError, ModelError, nearest_name_hint, one_line
@@ -16,9 +18,6 @@ from foretoken.formats.speculators import KINDS
 from foretoken.models.names import is_gguf
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from pathlib import Path
-
     import torch
 
 

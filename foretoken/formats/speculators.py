@@ -7,10 +7,13 @@ name. Taps are boundaries, as here. Heads of EAGLE-1 and -2 call the block `tran
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
+from torch import Tensor
 
 from foretoken.core.checks import shown
 from foretoken.core.errors import ConfigError, ModelError
@@ -21,11 +24,6 @@ from foretoken.formats.eagle3 import LAYER_IDS, boundaries_of, eagle3_tensors, f
 from foretoken.formats.files import HeadFiles, Weights, save
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-    from pathlib import Path
-
-    from torch import Tensor
-
     from foretoken.formats.checkpoint import HeadCheckpoint, TargetInfo, TargetWeights
     from foretoken.heads.eagle3 import Eagle3Config
 

@@ -11,6 +11,8 @@ runtime without these faults, and for one rank equal the port's.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,9 +31,6 @@ from foretoken.heads.hydra import HydraConfig
 from foretoken.heads.medusa import MedusaConfig
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
-    from pathlib import Path
-
     from foretoken.heads.base import HeadConfig
 
 _MOST_RANKS = 4096  # a choice: bounds the files that are opened

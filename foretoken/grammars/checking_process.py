@@ -4,15 +4,11 @@ llguidance cannot be interrupted, and its conversion of grammars to Lark holds t
 imports little of this package, which would take longer than most grammars.
 """
 
-from __future__ import annotations
-
 import json
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 from foretoken.files.processes import serve
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 
 def _compiler(setup: dict[str, Any]) -> Callable[[dict[str, Any]], dict[str, Any]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from copy import copy
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -17,8 +17,6 @@ from foretoken.grammars import checking_process
 from foretoken.sampling.node_scores import Ends, GrammarState
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Sequence
-
     from foretoken.core.sampling_params import SamplingParams, StructuredOutputsParams
 
 _LONGEST_S = 5.0  # to compile one grammar; a choice: a JSON schema takes milliseconds, a hostile one minutes

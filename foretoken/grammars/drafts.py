@@ -6,6 +6,7 @@ Tokens that were drawn from a draft distribution stay, because removing them wou
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -15,8 +16,6 @@ from foretoken.core.token_tree import MAX_NODES, PROBE, TokenTree, TreeRow
 from foretoken.trees.merge import Continuation, prune, with_continuations
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from foretoken.sampling.node_scores import GrammarState
 
 FORCED = "grammar"  # drafter of forced tokens in records

@@ -1,7 +1,5 @@
 """Networks of the trained drafters; training and drafting run the same code. This module does not import torch."""
 
-from __future__ import annotations
-
 from pkgutil import iter_modules
 
 _NOT_METHODS = {"base", "decoder_layer", "steps"}

@@ -10,6 +10,7 @@ Letters: E hidden size of the target, F features that a head reads, K steps, V v
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Unpack
 
 import torch
@@ -28,8 +29,6 @@ from foretoken.heads.decoder_layer import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
     from foretoken.core.passes import Tap
     from foretoken.decoder.quantized import Quantization
     from foretoken.heads.steps import AutoregressiveSteps, HeadSteps

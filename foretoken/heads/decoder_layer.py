@@ -9,9 +9,8 @@ Queries, keys and values are projections of norm(inputs), of the inputs in block
 Letters: B sequences, T positions, E width of the inputs, H heads, Hk key and value heads, Dh head size, I inner width.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypedDict, Unpack
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Self, TypedDict, Unpack
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -21,9 +20,6 @@ from torch.nn.functional import rms_norm, scaled_dot_product_attention, silu
 from foretoken.decoder.blocks import Block, Blocks, BlockSpec, FeedForward, Matrix, Norm, Rotary, Side
 from foretoken.decoder.native_linear import fits_bfloat16
 from foretoken.models.parts import scaled_frequencies
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 
 class Placement(TypedDict, total=False):

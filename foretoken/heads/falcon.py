@@ -14,6 +14,7 @@ Letters as in `base`, but K is the size of a block; W width of the block, here E
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, ClassVar, Literal, Self, Unpack
 
@@ -28,8 +29,6 @@ from foretoken.heads.base import IN_PLACE, AutoregressiveConfig, Head, WindowPos
 from foretoken.heads.decoder_layer import DecoderLayer, Heads, Placement, causal_attention, unrolled_attention
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from foretoken.decoder.quantized import Quantization
     from foretoken.models.parts import TargetParts
 

@@ -19,14 +19,13 @@ from torch import Tensor, nn
 from torch.nn.functional import dropout, linear, silu
 from typing_extensions import override
 
-from foretoken.decoder.blocks import LmHead
+from foretoken.decoder.blocks import Blocks, LmHead
 from foretoken.decoder.native_linear import linear_layer, optimize_for_inference
 from foretoken.heads.base import IN_PLACE, StepHead, StepHeadConfig, WindowPositions, stacked_layers
 from foretoken.heads.decoder_layer import DecoderLayer, LayerConfig, Placement
 from foretoken.heads.steps import HeadStep, HeadSteps
 
 if TYPE_CHECKING:
-    from foretoken.decoder.blocks import Blocks
     from foretoken.decoder.quantized import Quantization
     from foretoken.models.parts import TargetParts
 

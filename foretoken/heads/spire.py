@@ -25,6 +25,7 @@ in `decoder_layer`.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, ClassVar, Self, Unpack
 
 import torch
@@ -39,8 +40,6 @@ from foretoken.heads.base import IN_PLACE, AutoregressiveConfig, UnrolledHead, W
 from foretoken.heads.decoder_layer import DecoderLayer, Heads, KeyValue, Placement, causal_attention, unrolled_attention
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-
     from foretoken.core.passes import Tap
     from foretoken.models.parts import TargetParts
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from transformers import GenerationConfig
@@ -11,8 +12,6 @@ from foretoken.core.errors import RequestError
 from foretoken.core.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from torch import Tensor
 
     from foretoken.runner.runner import Runner

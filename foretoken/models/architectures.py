@@ -5,12 +5,11 @@ Lean decoders run the rows with `lean`; the generic decoder runs all others. GGU
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from foretoken.decoder.blocks import Activation
 
 

@@ -1,13 +1,12 @@
 """A model in its caller's memory: a copy of its modules over the same weights, and changes that the caller makes."""
 
-from __future__ import annotations
-
 import copy
 from collections import OrderedDict
+from collections.abc import Iterator
 from functools import cache, partial
 from operator import attrgetter
 from types import MethodType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
@@ -17,9 +16,6 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from foretoken.core.errors import ModelError, foreign_errors_as
 from foretoken.decoder.memory import has_memory, is_plain, lost_memory, plain_tensors
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 _ADAPTERS = ("_disable_adapters", "_active_adapter", "merged_adapters", "scaling")  # attributes of peft's layers
 _SETTINGS = (bool, int, float, str, type(None))

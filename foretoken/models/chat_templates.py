@@ -4,8 +4,6 @@ Templates come with models and are programs: they may never end, or fill the mem
 alone, without torch.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping
 from functools import partial

@@ -1,11 +1,10 @@
 """Reads the configuration of a model directory, and checks it and the files before a library reads them."""
 
-from __future__ import annotations
-
 import logging
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 from safetensors import SafetensorError, safe_open
@@ -14,9 +13,6 @@ from foretoken.core.checks import shown, validated
 from foretoken.core.errors import ModelError, foreign_errors_as, listed, one_line
 from foretoken.files.bounded_reads import MIB, TensorHeader, check_regular, read_json_object, tensor_headers
 from foretoken.models.names import is_gguf, is_hub_id, refuse_missing
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 SIZES = (
     "vocab_size",

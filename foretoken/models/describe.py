@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
@@ -28,14 +29,11 @@ from foretoken.models.config import (
     read_headers,
     read_twin_record,
 )
-from foretoken.models.names import is_gguf
+from foretoken.models.names import LocalModel, is_gguf
 from foretoken.models.stored.gguf_header import StoredTensor
 from foretoken.models.stored.gguf_header import read_headers as read_gguf_headers
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
-
-    from foretoken.models.names import LocalModel
     from foretoken.models.stored.gguf_file import GgufFile
 
 _PLAIN_SIZES = ("num_hidden_layers", "hidden_size", "vocab_size", "max_position_embeddings")

@@ -6,6 +6,7 @@ of the model. The model with transformers' attention and cache is the reference 
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from inspect import signature
@@ -23,8 +24,6 @@ from foretoken.models.level_states import LevelStates
 from foretoken.models.parts import target_parts
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-
     from foretoken.core.passes import Pass, Tap
     from foretoken.decoder.slot_cache import SlotCache
     from foretoken.models.loaded import LoadedModel

@@ -5,6 +5,7 @@ An unknown architecture or part is refused by name and left to the generic decod
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from itertools import accumulate
@@ -36,8 +37,6 @@ from foretoken.models.borrowed import foreign_call
 from foretoken.models.config import logits_shape
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from foretoken.models.loaded import LoadedModel
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
@@ -13,8 +13,6 @@ from torch import Tensor
 from foretoken.decoder.recurrent_states import LayerState, kept_nodes, sorted_by_depth
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-
     from foretoken.core.passes import Pass
     from foretoken.decoder.recurrent_states import PassStates, RecurrentStates, Start
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -19,8 +20,6 @@ from foretoken.decoder.slot_cache import free_bytes
 from foretoken.models.config import TWIN_KEY, TwinRecord, read_twin_record
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
     from foretoken.decoder.blocks import LeanWeights
 
 KVCacheDtype = Literal["auto", "int8"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import cache, partial
 from math import prod
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
+from torch import nn
 
 from foretoken.core.backend import runs_cpu_kernels
 from foretoken.core.errors import ModelError, foreign_errors_as, listed, one_line
@@ -56,10 +58,6 @@ from foretoken.models.weight_files import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
-
-    from torch import nn
-
     from foretoken.decoder.blocks import LeanWeights
     from foretoken.files.bounded_reads import TensorHeader
     from foretoken.models.stored import StoredModel

@@ -6,23 +6,19 @@ hub's cache, Ollama's store, LM Studio's folder, installed Python packages with 
 torch.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re
 import sys
+from collections.abc import Iterable, Iterator, Sequence
 from difflib import get_close_matches
 from itertools import chain
 from pathlib import Path
 from threading import Thread
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from foretoken.core.errors import ForetokenError, ModelError, foreign_errors_as, listed, one_line
 from foretoken.files.bounded_reads import MIB, read_json_object, read_regular
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
 
 _MAGIC = b"GGUF"
 _ENDING = ".gguf"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -11,16 +12,13 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from foretoken.core.errors import ModelError
-from foretoken.decoder.blocks import LmHead, ScaledEmbedding
+from foretoken.decoder.blocks import Blocks, LmHead, ScaledEmbedding
 from foretoken.decoder.native_linear import HeadRows, NativeLinear, fast_linear, linear_layer
 from foretoken.decoder.quantized_modules import QuantizedEmbedding, QuantizedLinear, embedding_table, is_plain_embedding
 from foretoken.models.config import logits_shape
 from foretoken.models.lean_weights import read_weights
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-
-    from foretoken.decoder.blocks import Blocks
     from foretoken.decoder.quantized import Quantization
     from foretoken.models.loaded import LoadedModel
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -14,8 +15,6 @@ from foretoken.core.errors import ModelError
 from foretoken.models.forward_pass import ATTENTION_NAME, current_layout, current_pass
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from foretoken.decoder.slot_cache import SlotCache
 
 _HARMLESS_TENSORS = {"position_ids", "cache_position"}  # forward arguments that some models pass to attention

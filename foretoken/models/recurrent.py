@@ -9,10 +9,9 @@ Forwards over several tokens clamp the time steps of Mamba2, single tokens do no
 not depend on how many tokens a pass has.
 """
 
-from __future__ import annotations
-
+from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -21,9 +20,6 @@ from transformers.cache_utils import LinearAttentionCacheLayerMixin
 from foretoken.decoder.recurrent_states import LayerState
 from foretoken.models.borrowed import is_adapted
 from foretoken.models.forward_pass import current_pass
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 
 def adapt_recurrent_layers(model: nn.Module) -> bool:

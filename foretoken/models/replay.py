@@ -10,6 +10,7 @@ Letters: P paths, T tokens of a path, E hidden size, L blocks.
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -24,8 +25,6 @@ from foretoken.models.forward_pass import ATTENTION_NAME
 from foretoken.models.generic import find_blocks, first_output, own_attention
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
-
     from foretoken.models.loaded import LoadedModel
 
 WIDE = (torch.float32, torch.float64)

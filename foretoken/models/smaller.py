@@ -6,6 +6,7 @@ The new model has the target's vocabulary and special tokens, and float32 weight
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -18,8 +19,6 @@ from foretoken.models.loading import wrap_model
 from foretoken.models.stored.building import unpacked
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
     from foretoken.models.loaded import LoadedModel
 
 _LAYERS = "num_hidden_layers"

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from math import prod
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import transformers
 from safetensors import safe_open
+from torch import nn
 
 from foretoken.core.errors import ModelError, listed
 from foretoken.decoder.quantized_modules import QuantizedExperts, QuantizedLinear
@@ -17,11 +20,6 @@ from foretoken.models.config import check_architecture, indexed_files, read_conf
 from foretoken.models.names import part_names
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
-    from pathlib import Path
-
-    from torch import nn
-
     from foretoken.files.bounded_reads import TensorHeader
 
     Headers = Mapping[str, TensorHeader]

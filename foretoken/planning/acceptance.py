@@ -7,23 +7,21 @@ a pass, without the target's own), formerly `nextn_accept_rates` (one conditiona
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib import resources
 from itertools import accumulate, pairwise
 from math import inf, isfinite
 from operator import mul
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import yaml
 
 from foretoken.core.checks import shown
 from foretoken.core.errors import ConfigError
 from foretoken.files.bounded_reads import MIB, read_named
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-    from pathlib import Path
 
 _MOST_BYTES = MIB  # largest file of curves; a choice
 _DEEPEST = 64  # levels of a draft, as `num_speculative_tokens`

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -12,8 +13,6 @@ from foretoken.planning.plan import NO_DRAFT, PlannedDraft
 from foretoken.planning.sizes import Machine, ModelSizes, drafter_sizes, pass_seconds
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from foretoken.runner.costs import PassCosts
 
 HOST_S = 1e-3  # of an iteration on an accelerator: RESULTS, "A GPU, H100"

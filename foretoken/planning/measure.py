@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import product
@@ -28,8 +29,6 @@ from foretoken.planning.sizes import ModelSizes, sizes_of
 from foretoken.runner.costs import COSTS_PREFIX, CostCurve, PassCosts, measure_costs
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-
     from foretoken.core.records import StepRecord
     from foretoken.core.sampling_params import SamplingParams
     from foretoken.models.loaded import LoadedModel

@@ -1,18 +1,12 @@
 """Draws a plan: the speed-up of every drafter at its best depth against the batch, one panel a temperature."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 from foretoken.bench.plots import LIGHT, legend_entries, load_matplotlib, look_of, page_style
 from foretoken.core.errors import ConfigError
 from foretoken.files.atomic_files import new_file, told_as
-from foretoken.planning.plan import best_depths
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from foretoken.planning.plan import Page, Plan
+from foretoken.planning.plan import Page, Plan, best_depths
 
 _PANEL = (4.6, 3.6)  # inches; a choice
 

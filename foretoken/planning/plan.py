@@ -7,6 +7,7 @@ break-even points, memory and training.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import hypot
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
@@ -16,8 +17,6 @@ from foretoken.planning.acceptance import Curve, nearest
 from foretoken.planning.sizes import ModelSizes, drafter_sizes, training_seconds
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
-
     from foretoken.models.recurrent import RecurrentSizes
 
 # Half-width of an interval, in standard errors; a choice: four of five figures lie within.

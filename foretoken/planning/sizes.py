@@ -1,10 +1,9 @@
 """The sizes of targets and drafters, from a model or its configuration alone; and the roofline: seconds of a pass."""
 
-from __future__ import annotations
-
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from foretoken.core.errors import ConfigError, ModelError
 from foretoken.decoder.quantized_modules import QuantizedEmbedding, QuantizedExperts, QuantizedLinear
@@ -15,9 +14,6 @@ from foretoken.models.names import is_gguf
 from foretoken.models.recurrent import RecurrentSizes, recurrent_sizes
 from foretoken.models.stored.gguf_file import read_gguf
 from foretoken.models.weight_files import meta_model
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean, stdev
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from foretoken.core.records import StageSeconds
+from foretoken.core.records import StageSeconds, StepRecord
 from foretoken.entrypoints.config import PLAIN
 from foretoken.planning.plan import INTERVAL_WIDTH, Word
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Sequence
-
     from foretoken.bench.compare import Measurement
-    from foretoken.core.records import StepRecord
 
 _ONE_ROUND = 0.1  # relative standard error of a single speed-up; a choice
 _ONE_RUN = 0.05  # the same of a run that was not compared with plain decoding; a choice

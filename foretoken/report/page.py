@@ -3,17 +3,17 @@
 A page uses no network and no other file, and no text in it can become markup or script. Letters: N nodes of a tree.
 """
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import json
 import math
 import unicodedata
 from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
@@ -23,10 +23,6 @@ from foretoken.core.records import NodeOutcome, TreeTrace
 from foretoken.files.bounded_reads import MIB, read_named
 from foretoken.grammars.drafts import FORCED
 from foretoken.report.trace_file import MOST_TRACE_BYTES, Iteration, Trace, is_trace, read_trace, tree_of
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
-    from pathlib import Path
 
 RESULTS = "results.jsonl"
 _DARK = "-dark"

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import fields
-from typing import TYPE_CHECKING, Any, TypeVar
+from pathlib import Path
+from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -17,11 +19,6 @@ from foretoken.core.records import GenerationMetrics, SequenceStep, StepRecord, 
 from foretoken.files.atomic_files import told_as, write_file
 from foretoken.files.bounded_reads import MIB, read_named
 from foretoken.text.codec import Codec, Detokenizer
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from pathlib import Path
-
 
 FORMAT, VERSION = "foretoken trace", 1
 MOST_TRACE_BYTES = 512 * MIB  # a choice: some hundred thousand iterations; the page holds all of them

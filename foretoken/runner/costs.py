@@ -11,6 +11,7 @@ import logging
 import math
 import time
 from bisect import bisect_right
+from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
 from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -27,8 +28,6 @@ from foretoken.runner.decoders import as_key, facts_of_passes, layer_shapes, mak
 from foretoken.runner.self_test import NUM_ROWS, refusing
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-
     from foretoken.decoder.base import Decoder
     from foretoken.models.loaded import LoadedModel
 

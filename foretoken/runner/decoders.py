@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import cache, partial
 from importlib.metadata import version
@@ -20,14 +21,14 @@ from torch import Tensor
 
 from foretoken.core.backend import has_cuda_graphs, has_cuda_runtime
 from foretoken.core.errors import ModelError
-from foretoken.decoder.base import UnsuitableError
+from foretoken.decoder.base import Decoder, UnsuitableError
 from foretoken.decoder.cuda_graphs import GraphDecoder
 from foretoken.decoder.library import kernels_version
 from foretoken.decoder.native import NativeDecoder
 from foretoken.decoder.native_linear import HeadRows
 from foretoken.decoder.native_states import block_bytes
 from foretoken.decoder.native_states import state_bytes as native_state_bytes
-from foretoken.decoder.slot_cache import LayerShape
+from foretoken.decoder.slot_cache import LayerShape, SlotCache
 from foretoken.decoder.torch_blocks import StockDecoder
 from foretoken.decoder.torch_mixers import MixerSizes
 from foretoken.files.user_cache import KeptEntries
@@ -36,13 +37,9 @@ from foretoken.models.lean_weights import read_weights
 from foretoken.runner.self_test import check_tree_attention, refusing
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
     from foretoken.core.passes import Tap
-    from foretoken.decoder.base import Decoder
     from foretoken.decoder.blocks import LeanWeights
     from foretoken.decoder.quantized import Quantization
-    from foretoken.decoder.slot_cache import SlotCache
     from foretoken.models.loaded import LoadedModel
 
 _SMALL = 10_000_000  # weights of a model that is always tested; a choice: that takes some 0.1 s

@@ -17,21 +17,22 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from torch import nn
+from torch import Tensor, nn
 
 from foretoken.core.backend import is_out_of_memory
 from foretoken.core.errors import ConfigError, ModelError, PassError, RequestError, nearest_name_hint
-from foretoken.core.passes import Pass
-from foretoken.core.token_tree import MAX_NODES
-from foretoken.decoder.base import UnsuitableError
+from foretoken.core.passes import Pass, Tap
+from foretoken.core.token_tree import MAX_NODES, TokenTree
+from foretoken.decoder.base import Decoder, PassOutput, UnsuitableError
 from foretoken.decoder.slot_cache import GRANULE, SlotCache, affordable_rows, share_of_free
 from foretoken.decoder.state_snapshots import SPACING
 from foretoken.models.borrowed import WeightWrites
-from foretoken.runner.costs import CostWatch, pass_costs
+from foretoken.runner.costs import CostWatch, PassCosts, pass_costs
 from foretoken.runner.decoders import (
     DECODERS,
     EXACT,
@@ -45,17 +46,9 @@ from foretoken.runner.decoders import (
 from foretoken.runner.self_test import NUM_ROWS
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
-
-    from torch import Tensor
-
-    from foretoken.core.passes import Tap
-    from foretoken.core.token_tree import TokenTree
-    from foretoken.decoder.base import Decoder, PassOutput
     from foretoken.decoder.native_linear import HeadRows
     from foretoken.decoder.quantized import Quantization
     from foretoken.models.loaded import LoadedModel
-    from foretoken.runner.costs import PassCosts
 
 _TIE = 1.05  # costs within this ratio differ by noise alone; a choice, as repeated bursts scatter by a few percent
 _TREE_TOKENS = 2  # of a verification; a choice: published acceptance lengths are 2 to 4, but not every tree is drafted

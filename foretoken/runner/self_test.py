@@ -16,6 +16,8 @@ Large models test a few blocks of every kind, so that a load takes seconds.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -24,7 +26,7 @@ from torch.nn import functional
 
 from foretoken.core.backend import is_out_of_memory
 from foretoken.core.errors import ForetokenError, ModelError, foreign_errors_as, one_line
-from foretoken.core.passes import Pass
+from foretoken.core.passes import Pass, Tap
 from foretoken.core.token_tree import TokenTree, TreeRow
 from foretoken.decoder.blocks import Block
 from foretoken.decoder.quantized_modules import QuantizedLinear
@@ -36,10 +38,6 @@ from foretoken.models.replay import WIDE, replay
 from foretoken.models.weight_files import num_weights
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-    from contextlib import AbstractContextManager
-
-    from foretoken.core.passes import Tap
     from foretoken.decoder.base import Decoder, PassOutput
     from foretoken.decoder.slot_cache import SlotCache
     from foretoken.models.loaded import LoadedModel

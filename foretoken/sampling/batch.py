@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from math import inf
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self
@@ -13,8 +14,6 @@ from foretoken.core.backend import runs_cpu_kernels
 from foretoken.sampling.noise import KeyedNoise
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from foretoken.core.sampling_params import SamplingParams
 
 

@@ -6,6 +6,7 @@ agree with the target. All others draw with the drafter's noise and keep the dis
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -13,13 +14,10 @@ import torch
 from torch import Tensor
 
 from foretoken.core.backend import reads_are_free
-from foretoken.sampling.batch import warp
+from foretoken.sampling.batch import SamplingBatch, warp
 from foretoken.sampling.noise import Purpose
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from foretoken.sampling.batch import SamplingBatch
     from foretoken.trees.merge import Pruning
     from foretoken.trees.stopping import PathFloors, StopRule
 

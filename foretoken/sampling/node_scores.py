@@ -10,6 +10,7 @@ often acceptance, drafts and traces ask for a state. A matcher of llguidance par
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import inf
@@ -23,8 +24,6 @@ from foretoken.core.backend import runs_cpu_kernels
 from foretoken.sampling.batch import NodeView, apply_processors, best_possible, one_hot_log_probs, warp
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from foretoken.core.token_tree import TokenTree
     from foretoken.sampling.batch import History, SamplingBatch
 

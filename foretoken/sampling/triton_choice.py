@@ -170,12 +170,7 @@ def _part_kernel(
 
 @triton.jit(do_not_specialize=["parts"])
 def _merge_kernel(
-    keys: tl.tensor,
-    kinds: tl.tensor,
-    tokens: tl.tensor,
-    is_finite: tl.tensor,
-    parts: tl.tensor,
-    BLOCK_S: tl.constexpr,
+    keys: tl.tensor, kinds: tl.tensor, tokens: tl.tensor, is_finite: tl.tensor, parts: tl.tensor, BLOCK_S: tl.constexpr
 ) -> None:
     row = tl.program_id(0).to(tl.int64)
     part = tl.arange(0, BLOCK_S)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -11,8 +12,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from foretoken.server.message_parts import MessageForm, MessageReader, joined, whole_message
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from foretoken.core.records import GenerationMetrics
     from foretoken.core.results import CompletionOutput, Logprob, RequestOutput, StreamChunk
     from foretoken.entrypoints.llm import LLM

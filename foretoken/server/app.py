@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import cache, partial
@@ -17,31 +18,13 @@ import foretoken
 from foretoken.core.errors import ForetokenError
 from foretoken.report.page import render_inlined
 from foretoken.server.answers import seconds_since_1970
-from foretoken.server.edge import (
-    CLIENT,
-    ApiError,
-    Guards,
-    api_error,
-    check_model,
-    check_origins,
-    open_to,
-    parse_object,
-)
-from foretoken.server.live_request import (
-    GENERATING,
-    BodyReader,
-    LiveRequest,
-    in_thread,
-    is_large,
-    read_body,
-)
+from foretoken.server.edge import CLIENT, ApiError, Guards, api_error, check_model, check_origins, open_to, parse_object
+from foretoken.server.live_request import GENERATING, BodyReader, LiveRequest, in_thread, is_large, read_body
 from foretoken.server.message_parts import AnswerFormats
 from foretoken.server.metrics import ServerMetrics
 from foretoken.server.request_fields import check_booleans, token_request
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-
     from foretoken.entrypoints.async_llm import AsyncLLM
     from foretoken.server.distillation import OnlineDistillation
     from foretoken.server.edge import App

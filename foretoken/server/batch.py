@@ -12,9 +12,11 @@ import logging
 import os
 import uuid
 from codecs import BOM_UTF8
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain, islice
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from foretoken.core.errors import ConfigError, ForetokenError, RequestError
@@ -26,9 +28,6 @@ from foretoken.server.live_request import GENERATING, BodyReader, LiveRequest
 from foretoken.server.message_parts import AnswerFormats
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from pathlib import Path
-
     from foretoken.entrypoints.async_llm import AsyncLLM
 
 _MOST_LINE_BYTES = 8 * MIB  # as `MOST_BODY_BYTES`: a line is the body of a request

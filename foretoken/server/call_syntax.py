@@ -4,17 +4,13 @@ A reader of this module gets the text behind an opening marker. It says how far 
 call. Any division into pieces gives the same result. Time is linear in the text.
 """
 
-from __future__ import annotations
-
 import ast
 import json
 import re
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, NoReturn
 
 from foretoken.core.checks import lone_surrogate
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
 
 _DEEPEST = 64  # nested brackets; a choice: bounds the work of the JSON and Python parsers
 MOST_SPACES = 64  # between the tokens of a call; a choice: bounds the text that is read again with the next piece

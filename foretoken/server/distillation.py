@@ -12,12 +12,14 @@ import logging
 import os
 import threading
 import time
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from pathlib import Path
 from queue import Empty, Full, Queue
 from typing import TYPE_CHECKING, Any
 
 from foretoken.core.errors import ConfigError, described
-from foretoken.core.results import Counter, Gauge
+from foretoken.core.results import Counter, Gauge, Metric, RequestOutput
 from foretoken.drafters.draft_model import DraftModelDrafter, Options
 from foretoken.entrypoints.config import parse_speculative_config
 from foretoken.files.atomic_files import told_as
@@ -27,10 +29,6 @@ from foretoken.training.data.packed import PackedForm
 from foretoken.training.online import DRAFTS, RUN, TRAFFIC, Round, Traffic, numbered, read_weights
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-    from pathlib import Path
-
-    from foretoken.core.results import Metric, RequestOutput
     from foretoken.entrypoints.async_llm import AsyncLLM
 
 _MOST_QUEUED = 256  # completions that wait for the disk; a choice: seconds of a busy server

@@ -4,8 +4,6 @@ Keys come from the environment and a file, never from a command line, which all 
 knows ASGI alone, no web framework.
 """
 
-from __future__ import annotations
-
 import asyncio
 import hmac
 import json
@@ -13,19 +11,16 @@ import math
 import os
 import re
 from collections import Counter
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, MutableMapping
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import suppress
 from ipaddress import ip_address, ip_network
 from itertools import chain
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar
 
 from foretoken.core.checks import lone_surrogate, shown
 from foretoken.core.errors import ConfigError, EngineStopped, QueueFull, RequestError
 from foretoken.files.bounded_reads import read_named
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from pathlib import Path
 
 _Result = TypeVar("_Result")
 # Of ASGI.

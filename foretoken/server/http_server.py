@@ -1,7 +1,5 @@
 """The HTTP server under the API: uvicorn, with time limits on clients that send or read nothing."""
 
-from __future__ import annotations
-
 import asyncio
 import socket
 from typing import Any

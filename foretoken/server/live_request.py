@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import aclosing, suppress
 from contextvars import ContextVar, copy_context
 from dataclasses import replace
@@ -30,9 +31,6 @@ from foretoken.server.request_fields import (
 from foretoken.server.responses import ResponseEnvelope, as_chat, told_back
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
-    from concurrent.futures import Executor
-
     from foretoken.core.results import Logprob, RequestOutput, StreamChunk
     from foretoken.core.sampling_params import SamplingParams
     from foretoken.entrypoints.async_llm import AsyncLLM, RequestStream

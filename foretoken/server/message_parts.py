@@ -5,18 +5,16 @@ from __future__ import annotations
 import re
 from bisect import bisect_left
 from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from foretoken.server.tools import FORCED, Tags, ToolFormat, ToolUse, thinking_tags, tool_format
-from foretoken.server.xml_calls import KnownTools
+from foretoken.server.xml_calls import KnownTools, Schemas
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
     from foretoken.entrypoints.llm import LLM
     from foretoken.server.call_syntax import ReadCalls
-    from foretoken.server.xml_calls import Schemas
 
 _LONGEST_PIECE = 4096  # characters that are read at once; a choice: failed attempts copy no more
 _MOST_REREAD = 1 << 23  # characters of one message that are read again; a choice: bounds the work of hostile texts

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
@@ -10,8 +11,6 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from foretoken.core import results as engine_metrics
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-
     from prometheus_client.metrics_core import Metric
 
     from foretoken.core.results import RequestOutput

@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from foretoken.core.checks import check_boolean, check_integer, check_sequence, shown
-from foretoken.core.errors import RequestError, listed
+from foretoken.core.errors import FormError, RequestError, listed
 from foretoken.core.sampling_params import (
     MOST_TOKENS,
     OTHER_FIELDS,
@@ -18,12 +18,10 @@ from foretoken.core.sampling_params import (
     StructuredOutputsParams,
 )
 from foretoken.server.edge import ApiError
-from foretoken.server.tools import functions_of, tool_use
+from foretoken.server.tools import ToolUse, functions_of, tool_use
 
 if TYPE_CHECKING:
-    from foretoken.core.errors import FormError
     from foretoken.server.message_parts import MessageForm
-    from foretoken.server.tools import ToolUse
 
 _log = logging.getLogger(__name__)
 

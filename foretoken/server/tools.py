@@ -1,7 +1,5 @@
 """Tools of requests, and the formats in which models write calls and thoughts, each with its parser and vLLM's name."""
 
-from __future__ import annotations
-
 import json
 import re
 import secrets
@@ -9,20 +7,15 @@ import string
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 from urllib.parse import urljoin
 
 from foretoken.core.checks import shown
-from foretoken.core.errors import ConfigError, RequestError, listed, nearest_name_hint
+from foretoken.core.errors import ConfigError, FormError, RequestError, listed, nearest_name_hint
 from foretoken.core.sampling_params import StructuredOutputsParams
-from foretoken.server.call_syntax import JSON, PYTHON, BracketReader
+from foretoken.server.call_syntax import JSON, PYTHON, BracketReader, Brackets
 from foretoken.server.edge import ApiError
-from foretoken.server.xml_calls import XmlReader
-
-if TYPE_CHECKING:
-    from foretoken.core.errors import FormError
-    from foretoken.server.call_syntax import Brackets
-    from foretoken.server.xml_calls import KnownTools
+from foretoken.server.xml_calls import KnownTools, XmlReader
 
 _MOST_CHARACTERS = 512 * 1024  # of all tools as JSON; a choice: bounds the prompt and the grammar
 _MOST_TOOLS = 128  # OpenAI's limit

@@ -1,7 +1,5 @@
 """Converts text to token ids and back, with checks, and decodes tokens as they come: text that was shown stays."""
 
-from __future__ import annotations
-
 import json
 import sys
 from bisect import bisect_right

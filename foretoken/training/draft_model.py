@@ -17,6 +17,7 @@ from __future__ import annotations
 import copy
 import math
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
@@ -41,17 +42,13 @@ from foretoken.runner.runner import Runner
 from foretoken.runner.self_test import NUM_ROWS
 from foretoken.sampling.noise import KeyedNoise, Purpose, derive_seed
 from foretoken.training.losses import distances, target_rows
-from foretoken.training.objective_base import Divergences, HeadSums, portions
+from foretoken.training.objective_base import Divergences, Examples, HeadSums, portions
 from foretoken.training.run_state import weights_sha
 from foretoken.training.teacher import Teacher
-from foretoken.training.trainer import Processes, StepReport, Trainer
+from foretoken.training.trainer import Batches, Processes, StepReport, TrainConfig, Trainer
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
     from foretoken.models.loaded import LoadedModel
-    from foretoken.training.objective_base import Examples
-    from foretoken.training.trainer import Batches, TrainConfig
 
 _AT_ONCE = 512  # texts decoded together; a choice: wide passes, and a bound of the KV cache
 _PROMPT_TOKENS = 4096  # of a pass; a choice

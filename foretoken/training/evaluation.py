@@ -5,7 +5,7 @@ Letters: B texts, S positions, K steps of a draft, R ranks, M labels, V vocabula
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -24,8 +24,6 @@ from foretoken.training.teacher import Teacher
 from foretoken.trees.choices import TreeShape, best_nodes
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from foretoken.models.loaded import LoadedModel
     from foretoken.training.data.packed import PackedTokens
 

@@ -27,12 +27,11 @@ from foretoken.core.errors import ConfigError
 from foretoken.models.parts import target_parts
 from foretoken.training.losses import LossWeights, TargetRows, distances, target_rows
 from foretoken.training.objective_base import Examples, HeadSums, Objective, accumulate, label_counts
-from foretoken.training.trainer import Batches, Processes, Trainer, parameter_groups
+from foretoken.training.trainer import Batches, Processes, TrainConfig, Trainer, parameter_groups
 
 if TYPE_CHECKING:
     from foretoken.heads.base import Head
     from foretoken.models.loaded import LoadedModel
-    from foretoken.training.trainer import TrainConfig
 
 _PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 

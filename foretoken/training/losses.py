@@ -9,15 +9,13 @@ Letters: M positions, V vocabulary.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from foretoken.core.backend import has_triton_kernels, runs_cpu_kernels
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 # Logits that a thread handles at once, 1 MiB in float32; NOTES, "Other blocks of rows for the losses".
 _BLOCK_VALUES = 1 << 18

@@ -9,6 +9,7 @@ Letters: B sequences, S positions, K heads, E hidden size, M positions of one po
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import TYPE_CHECKING, ClassVar, NamedTuple, Self
@@ -19,13 +20,10 @@ from torch import Tensor
 from torch.nn.functional import smooth_l1_loss
 
 from foretoken.core.backend import runs_cpu_kernels
-from foretoken.heads.base import IN_PLACE, WindowPositions
+from foretoken.heads.base import IN_PLACE, Head, HeadConfig, WindowPositions
 from foretoken.training.losses import LossWeights, TargetRows, distances, target_rows
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from foretoken.heads.base import Head, HeadConfig
     from foretoken.models.parts import TargetParts
 
 
@@ -139,13 +137,7 @@ def label_counts(supervised: Tensor, num_heads: int) -> Tensor:
 
 
 def accumulate(
-    objective: Objective,
-    head: Head,
-    examples: Examples,
-    parts: TargetParts,
-    *,
-    counts: Tensor,
-    weight: float = 1.0,
+    objective: Objective, head: Head, examples: Examples, parts: TargetParts, *, counts: Tensor, weight: float = 1.0
 ) -> HeadSums:
     """Adds the gradients of one micro-batch to the head's, in place; returns sums for reports.
 
@@ -203,11 +195,7 @@ class _Portion(NamedTuple):
 
 @torch.no_grad()
 def _portion(
-    objective: Objective,
-    examples: Examples,
-    rows: tuple[Tensor, Tensor],
-    parts: TargetParts,
-    token_map: Tensor | None,
+    objective: Objective, examples: Examples, rows: tuple[Tensor, Tensor], parts: TargetParts, token_map: Tensor | None
 ) -> _Portion:
     """Returns the portion of some places for all steps; rows: (N,) sequences and (N,) places."""
     sequence, place = rows

@@ -10,6 +10,7 @@ Letters: B sequences, S positions, N rows that learn, K size of a block, E hidde
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
@@ -21,7 +22,7 @@ from typing_extensions import override
 from foretoken.core.checks import validated
 from foretoken.core.errors import ConfigError, nearest_name_hint
 from foretoken.heads.base import Head, HeadConfig, UnrolledHead
-from foretoken.heads.eagle import EagleConfig
+from foretoken.heads.eagle import EagleConfig, EagleHead
 from foretoken.heads.eagle3 import Eagle3Config
 from foretoken.heads.falcon import FalconConfig, FalconHead
 from foretoken.heads.hydra import HydraConfig
@@ -33,9 +34,6 @@ from foretoken.models.parts import STATIC_KINDS, TargetParts, target_base, targe
 from foretoken.training.objective_base import Examples, Fed, Objective, first_candidates
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
-
-    from foretoken.heads.eagle import EagleHead
     from foretoken.models.loaded import LoadedModel
     from foretoken.training.losses import LossWeights
 

@@ -25,6 +25,7 @@ import shutil
 import sys
 import time
 import zlib
+from collections.abc import Callable, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,6 +35,7 @@ import numpy as np
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
+from torch import Tensor
 
 from foretoken.core.errors import ConfigError, ModelError, RequestError, described, one_line
 from foretoken.decoder.library import set_num_threads
@@ -44,15 +46,10 @@ from foretoken.training.draft_model import Distillation, new_student
 from foretoken.training.evaluation import acceptance_rates
 from foretoken.training.report import saved_draft_model, trained_notes
 from foretoken.training.run import Interrupted, ModelSettings, train_model
-from foretoken.training.trainer import train_config
+from foretoken.training.trainer import StepReport, train_config
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from torch import Tensor
-
     from foretoken.models.loaded import LoadedModel
-    from foretoken.training.trainer import StepReport
 
 TRAFFIC, DRAFTS, RUN = "traffic", "drafts", "training-run"
 _PARTS = 16  # packed directories of a ring; a choice: a sixteenth of the traffic leaves at once

@@ -9,11 +9,14 @@ from __future__ import annotations
 import io
 import json
 import math
+import os
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from foretoken.bench.plots import LIGHT, distinct_look, load_matplotlib, page_style
 from foretoken.bench.workload import TokenProgress, Workload, make_workload, no_progress, read_prompts
@@ -31,11 +34,6 @@ from foretoken.training.run_state import read_curve
 from foretoken.training.trainer import training_processes
 
 if TYPE_CHECKING:
-    import os
-    from collections.abc import Callable, Collection, Mapping, Sequence
-
-    from torch import Tensor
-
     from foretoken.formats.checkpoint import HeadCheckpoint
 
 _SIZE = (8.4, 3.3)  # inches

@@ -9,11 +9,14 @@ from __future__ import annotations
 import hashlib
 import json
 import time
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from foretoken.core.errors import ConfigError
 from foretoken.files.atomic_files import told_as, write_file
@@ -23,23 +26,15 @@ from foretoken.formats.checkpoint import HeadCheckpoint, TargetFingerprint
 from foretoken.heads.base import Head, HeadConfig, build_head
 from foretoken.models.loading import wrap_model
 from foretoken.models.parts import TargetParts, target_parts
-from foretoken.training.draft_model import ModelTrainer
-from foretoken.training.evaluation import model_evaluator
-from foretoken.training.joint import JointTrainer
+from foretoken.training.draft_model import Distillation, ModelTrainer
+from foretoken.training.evaluation import EvaluationConfig, model_evaluator
+from foretoken.training.joint import JointConfig, JointTrainer
 from foretoken.training.run_state import MetricsLog, weights_sha
 from foretoken.training.teacher import FeatureCache, Teacher
 from foretoken.training.trainer import Batches, HeadTrainer, Processes, StepReport, Trainer, training_processes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from pathlib import Path
-
-    from torch import Tensor
-
     from foretoken.models.loaded import LoadedModel
-    from foretoken.training.draft_model import Distillation
-    from foretoken.training.evaluation import EvaluationConfig
-    from foretoken.training.joint import JointConfig
     from foretoken.training.objective_base import Divergences, Objective
     from foretoken.training.trainer import TrainConfig
 

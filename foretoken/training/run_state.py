@@ -3,30 +3,25 @@
 Tensors go to safetensors and numbers to JSON: loading never unpickles.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import logging
 import shutil
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import torch
 from pydantic import TypeAdapter
 from safetensors import SafetensorError
 from safetensors.torch import load_file
+from torch import Tensor, nn
 
 from foretoken.core.errors import ModelError, one_line
 from foretoken.files.atomic_files import new_directory, told_as, write_file
 from foretoken.formats.files import write_weights
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-    from pathlib import Path
-
-    from torch import Tensor, nn
 
 _KEPT = 2  # states: the last one, and the one before if the last one is damaged
 _ADVICE = "Expected room for the run's curves. Make some, and go on."

@@ -15,6 +15,7 @@ Letters: S positions where drafts begin, D tokens of a draft, F statistics, M ex
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import product
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -35,8 +36,6 @@ from foretoken.training.teacher import Teacher
 from foretoken.trees.stopping import POSITION_SCALE, TRAINED, StopRule, acceptance_network, statistics
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
     from foretoken.bench.workload import Asked, TokenProgress, Workload
     from foretoken.core.records import StageSeconds, StepRecord
     from foretoken.drafters.base import DrafterOptions

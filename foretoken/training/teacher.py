@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import hashlib
 import logging
+from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,17 +19,13 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from foretoken.core.passes import Pass
+from foretoken.core.passes import Pass, Tap
 from foretoken.files.atomic_files import new_file
 from foretoken.models.forward_pass import ForwardPass, running
 from foretoken.models.generic import own_attention, place_taps
 from foretoken.runner.runner import Runner
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from pathlib import Path
-
-    from foretoken.core.passes import Tap
     from foretoken.models.loaded import LoadedModel
 
 _SAMPLED = 4096  # values of each weight in the hash of a target; a choice: finds other weights, reads little

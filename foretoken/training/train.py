@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 import os
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,8 +22,8 @@ from foretoken.formats.checkpoint import HeadCheckpoint, TargetFingerprint
 from foretoken.formats.draft_vocabulary import DraftVocabulary
 from foretoken.formats.files import local_head
 from foretoken.formats.registry import holds_own_head, read_head
-from foretoken.heads.base import build_head
-from foretoken.models.loaded import DTYPES
+from foretoken.heads.base import HeadConfig, build_head
+from foretoken.models.loaded import DTYPES, LoadedModel
 from foretoken.training.data.packed import PackedTokens
 from foretoken.training.draft_model import Distillation, new_student
 from foretoken.training.evaluation import EvaluationConfig
@@ -40,15 +41,9 @@ from foretoken.training.report import (
 )
 from foretoken.training.run import HeadSettings, ModelSettings, train_head, train_model
 from foretoken.training.run_state import read_curve
-from foretoken.training.trainer import train_config
+from foretoken.training.trainer import StepReport, train_config
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
-    from foretoken.heads.base import HeadConfig
-    from foretoken.models.loaded import LoadedModel
-    from foretoken.training.trainer import StepReport
-
     PathLike = str | os.PathLike[str]
 
 
@@ -81,11 +76,7 @@ class _Run:
         return saved_draft_model(student.model, notes, self.out, target=target, **self.saving)
 
     def head(
-        self,
-        init: str | None,
-        sizes: Mapping[str, Any],
-        vocabulary: tuple[int, ...] | None,
-        target_out: Path | None,
+        self, init: str | None, sizes: Mapping[str, Any], vocabulary: tuple[int, ...] | None, target_out: Path | None
     ) -> tuple[dict[str, Any] | None, LoadedModel]:
         """Trains, measures and saves a head; returns the facts of `saved_head`, and the target, which may be new.
 

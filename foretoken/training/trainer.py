@@ -13,7 +13,9 @@ import os
 import time
 from abc import ABC, abstractmethod
 from collections import deque
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
@@ -23,7 +25,7 @@ from typing_extensions import override
 
 from foretoken.core.checks import validated
 from foretoken.core.errors import ConfigError, ModelError
-from foretoken.heads.base import WindowPositions
+from foretoken.heads.base import Head, WindowPositions
 from foretoken.heads.eagle import EagleHead
 from foretoken.sampling.noise import derive_seed
 from foretoken.training.objective_base import Examples, HeadSums, Objective, accumulate, label_counts, mean_by_head
@@ -31,10 +33,6 @@ from foretoken.training.objectives import LinearStart
 from foretoken.training.run_state import Progress, load_state, save_state, saved_states
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
-    from pathlib import Path
-
-    from foretoken.heads.base import Head
     from foretoken.models.parts import TargetParts
 
 _MAX_ANCHOR = 4  # tokens, as published

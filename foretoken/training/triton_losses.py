@@ -6,8 +6,6 @@ operations would write and read some ten (M, V) tensors for each head. Sums are 
 Letters: M positions, V vocabulary, R most probable tokens.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

@@ -16,7 +16,7 @@ head. Rows may differ in length and need not fall with the rank.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, product
@@ -32,8 +32,6 @@ from foretoken.core.errors import ConfigError
 from foretoken.core.token_tree import MAX_NODES, DrawKind
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
-
     Acceptance = Sequence[Sequence[float]]
 
 Choice = tuple[int, ...]

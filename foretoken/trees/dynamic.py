@@ -35,6 +35,7 @@ N nodes of the tree, V vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
@@ -49,8 +50,6 @@ from foretoken.trees.expansion import Frontier, TreeExpansion, TreeTensors
 from foretoken.trees.merge import normalised_entropy
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
     from foretoken.sampling.draft_draws import DraftDraws
 
 

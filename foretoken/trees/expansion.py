@@ -13,26 +13,19 @@ made node by node, see `DraftDraws.keys`.
 Letters: B sequences, N nodes of the shape, P nodes of one frontier, C children of theirs, V vocabulary.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_right
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from foretoken.core.backend import integers_on, reads_are_free
 from foretoken.core.token_tree import DraftDistributions, DrawKind, HostFacts, TokenTree
-from foretoken.sampling.draft_draws import stated_probs
-from foretoken.trees.choices import Level, relations_of, whole_places
+from foretoken.sampling.draft_draws import DraftDraws, stated_probs
+from foretoken.trees.choices import Level, TreeShape, relations_of, whole_places
 from foretoken.trees.merge import compacted, normalised_entropy
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    from foretoken.sampling.draft_draws import DraftDraws
-    from foretoken.trees.choices import TreeShape
 
 
 class Frontier(NamedTuple):

@@ -18,11 +18,10 @@ because the decision depends only on that draw and the tokens before it. The roo
 Letters: B sequences, N nodes of a tree, M nodes of the tree that is added, V vocabulary.
 """
 
-from __future__ import annotations
-
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, NamedTuple, Self
+from typing import NamedTuple, Self
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -31,9 +30,6 @@ from torch import Tensor
 from foretoken.core.backend import integers_on
 from foretoken.core.errors import TreeError
 from foretoken.core.token_tree import MAX_NODES, PROBE, DraftDistributions, DrawKind, TokenTree, TreeRow
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 
 def merge_trees(

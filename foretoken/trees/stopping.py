@@ -21,8 +21,10 @@ Letters: B sequences, P nodes of one level, C children of theirs, V vocabulary, 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Self
+from pathlib import Path
+from typing import Any, Self
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -32,10 +34,6 @@ from torch import Tensor, nn
 from foretoken.core.errors import ConfigError, one_line
 from foretoken.files.atomic_files import check_writable, told_as, write_file
 from foretoken.trees.merge import Pruning, normalised_entropy
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from pathlib import Path
 
 STOP_CONTROLS = ("confidence", "disco", "specdec_pp")
 TRAINED = STOP_CONTROLS[1:]

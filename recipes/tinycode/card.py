@@ -1,7 +1,5 @@
 """Write the model card of an export from what the run recorded: corpus statistics, logs, the checkpoint's progress."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

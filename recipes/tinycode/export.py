@@ -3,8 +3,6 @@
 python -m recipes.tinycode.export --run-dir DIR --checkpoint target-decay --out models/tinycode
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import shutil

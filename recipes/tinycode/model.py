@@ -3,8 +3,6 @@
 Kept apart from `transformers` so that one `torch.compile` graph holds the whole step; a test compares both.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -1,7 +1,5 @@
 """Where run state (corpus, checkpoints, logs) lives by default: always outside the repository."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 

@@ -1,7 +1,5 @@
 """Warm-up, stable, decay: a run that can be stopped at any time and shipped by a short decay branch."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 

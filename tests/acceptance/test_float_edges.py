@@ -4,8 +4,6 @@ Every pair of `LOGITS` is a target and a drafter: subnormal probabilities, exact
 rows that sum to 1 after rounding only. Then the issue's own numbers, through the engine's drafting and acceptance.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from itertools import product
 

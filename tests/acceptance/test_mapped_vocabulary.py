@@ -1,7 +1,5 @@
 """Drafts of a draft model with another vocabulary are accepted without bias, exactly: all drafts, all choices."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Trees merged of several drafters, pruned, with probes, or asked for by draws have exactly the target distribution."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache

@@ -1,7 +1,5 @@
 """Walking down a tree in plain Python and by operations on tensors."""
 
-from __future__ import annotations
-
 import torch
 from hypothesis import given
 from hypothesis import strategies as st

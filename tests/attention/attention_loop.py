@@ -1,7 +1,5 @@
 """Attention written a second time: one query, one key and one number after the other, in Python's float64."""
 
-from __future__ import annotations
-
 import math
 
 import torch

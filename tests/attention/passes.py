@@ -1,7 +1,5 @@
 """Random passes: ragged trees, some behind nodes of earlier passes, and chunks of prompts."""
 
-from __future__ import annotations
-
 from itertools import accumulate
 
 import torch

@@ -1,7 +1,5 @@
 """Pictures of what each query of a pass sees."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """The tables kernels read say what the masks say."""
 
-from __future__ import annotations
-
 import torch
 from hypothesis import given
 from passes import some_passes

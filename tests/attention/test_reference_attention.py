@@ -1,7 +1,5 @@
 """The definition of attention against a loop over single numbers."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from attention_loop import loop_attention

@@ -1,7 +1,5 @@
 """The fast path against the definition, on random layouts; rows that are not read do not matter."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """A server with OpenAI's API whose tokens, pauses and errors are known beforehand."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import time

@@ -1,7 +1,5 @@
 """Made-up results of sweeps, whose figures are known."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from foretoken.bench.grid import Point, Serving

@@ -1,7 +1,5 @@
 """`foretoken bench serve` against a server whose tokens, pauses and errors are known, and against the real one."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

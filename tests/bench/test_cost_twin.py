@@ -1,7 +1,5 @@
 """Cost twins: the same logits bit for bit at another size, the same drafts of every head, and what is refused."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The grid of a sweep: how axes are written, what their product is, and what methods refuse of it."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

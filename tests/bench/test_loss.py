@@ -3,8 +3,6 @@
 The engines really draft and verify. Their clock is replaced by stated costs, so that no figure depends on the machine.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Pictures of a sweep: what is drawn where, read back from the figures and the files; titles and colours of methods."""
 
-from __future__ import annotations
-
 import sys
 import xml.etree.ElementTree as ET
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Cost twins with recurrent layers: the small attention model's logits and drafts, a hybrid's layers."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -3,8 +3,6 @@
 The leaderboard's figures are computed by hand, and the command runs on rows in the form of its file.
 """
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from pathlib import Path

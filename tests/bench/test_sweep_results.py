@@ -1,7 +1,5 @@
 """What a sweep keeps: lines that come back, fronts of known points, and the table of data."""
 
-from __future__ import annotations
-
 import json
 import math
 import sys

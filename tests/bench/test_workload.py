@@ -1,7 +1,5 @@
 """Workloads of prompt sets: what a model with and without a chat template is asked, and when its answers end."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

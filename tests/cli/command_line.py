@@ -1,7 +1,5 @@
 """Runs `foretoken …` through its entry point in this process: what a user calls, without importing torch anew."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import io

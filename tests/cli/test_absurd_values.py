@@ -1,7 +1,5 @@
 """Numbers of any size, names of nothing: every command refuses them in one sentence, before it does anything."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """`foretoken batch`: answers in OpenAI's format, errors as lines, and runs that were killed going on."""
 
-from __future__ import annotations
-
 import json
 import signal
 import time

@@ -1,7 +1,5 @@
 """`foretoken chat`: answers to lines, history, commands, and Ctrl-C that ends an answer alone."""
 
-from __future__ import annotations
-
 import re
 import sys
 from collections.abc import Callable

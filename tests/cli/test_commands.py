@@ -3,8 +3,6 @@
 Slow because every command loads the bundled model.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from itertools import chain

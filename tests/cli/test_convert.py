@@ -1,7 +1,5 @@
 """`foretoken convert` and `foretoken inspect` on heads: what they print, and that errors leave nothing behind."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import sys

@@ -1,7 +1,5 @@
 """`foretoken data` makes what it says, and says what is wrong."""
 
-from __future__ import annotations
-
 import json
 import signal
 import time

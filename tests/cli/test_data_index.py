@@ -1,7 +1,5 @@
 """`foretoken data index`, drafting from what it made, and `foretoken generate --prediction`."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

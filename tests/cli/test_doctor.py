@@ -1,7 +1,5 @@
 """`foretoken doctor`: exit codes, the table, JSON."""
 
-from __future__ import annotations
-
 import json
 import re
 import sys

@@ -1,7 +1,5 @@
 """Devices that never end and pipes that nobody writes to: a sentence with the bound, wherever a file is read."""
 
-from __future__ import annotations
-
 import os
 import threading
 from pathlib import Path

@@ -3,8 +3,6 @@
 Also a head where a model belongs, a model where a head belongs, and a path where a method belongs.
 """
 
-from __future__ import annotations
-
 import json
 import pickle
 from pathlib import Path

@@ -1,7 +1,5 @@
 """GGUF files on the command line: described where they can be, else refused in one sentence."""
 
-from __future__ import annotations
-
 import struct
 from pathlib import Path
 

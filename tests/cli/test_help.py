@@ -1,7 +1,5 @@
 """`--help` at several widths: plain names for values, whole paragraphs, examples that a user can paste."""
 
-from __future__ import annotations
-
 import inspect
 import os
 import re

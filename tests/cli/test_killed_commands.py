@@ -1,7 +1,5 @@
 """Commands that are killed at any file they bring to disk, or find no HOME, TMPDIR or names in ASCII."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal

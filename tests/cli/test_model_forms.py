@@ -3,8 +3,6 @@
 Slow because twenty commands read nine forms each.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path

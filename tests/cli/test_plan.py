@@ -1,7 +1,5 @@
 """`foretoken plan`: on the bundled model and on described machines; what it writes, and what it refuses."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """`foretoken quantize`: what it writes, that foretoken, compressed-tensors and killed runs read it, and refusals."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

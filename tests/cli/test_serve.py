@@ -1,7 +1,5 @@
 """`foretoken serve` as a process: what it says, how it ends, and what it refuses before it loads anything."""
 
-from __future__ import annotations
-
 import signal
 import socket
 import time

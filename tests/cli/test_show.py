@@ -1,7 +1,5 @@
 """`generate --show` and `--trace`, and `report`: colours that match tokens, files that are not lost, the same text."""
 
-from __future__ import annotations
-
 import os
 import pty
 import re

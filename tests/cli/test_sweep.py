@@ -1,7 +1,5 @@
 """`foretoken sweep` on a tiny model: killed, stopped and gone on with, shown again, and refused."""
 
-from __future__ import annotations
-
 import json
 import signal
 import time

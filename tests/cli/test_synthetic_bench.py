@@ -1,7 +1,5 @@
 """`foretoken bench` with synthetic acceptance, and which commands refuse it."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

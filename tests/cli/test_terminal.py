@@ -1,7 +1,5 @@
 """What is printed is safe to look at: control characters are shown, tables fit, closed streams end in a sentence."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import re

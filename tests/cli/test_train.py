@@ -1,7 +1,5 @@
 """`foretoken.train`: the same run as the command's, and a result that holds the curves of the run and draws them."""
 
-from __future__ import annotations
-
 import inspect
 import json
 import sys

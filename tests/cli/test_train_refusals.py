@@ -1,7 +1,5 @@
 """`foretoken train`: bad input is exit code 2, one sentence and no head; what is told of a run, and what comes next."""
 
-from __future__ import annotations
-
 import json
 import re
 import shlex

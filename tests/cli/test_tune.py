@@ -1,7 +1,5 @@
 """`foretoken tune`: what it prints and writes, on the bundled models, and where the files are taken."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`foretoken twin`: what it writes and says, that it looks before it believes, and tables that name a twin."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 from unittest import mock

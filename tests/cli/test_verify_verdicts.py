@@ -1,7 +1,5 @@
 """`verify` must call a wrong text a bug: a proof that cannot fail proves nothing."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

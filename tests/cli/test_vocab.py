@@ -1,7 +1,5 @@
 """`foretoken data vocab`, and heads that are trained on what it chose."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import sys

@@ -1,7 +1,5 @@
 """Clients of others against a live server: a script each, which users may run too."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from collections.abc import Iterator

@@ -3,8 +3,6 @@
 Their imports, arguments and calls are those of the examples in vLLM's repository; the texts and the model are ours.
 """
 
-from __future__ import annotations
-
 import ast
 import json
 import re

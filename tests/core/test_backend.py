@@ -1,7 +1,5 @@
 """Devices are told apart in one module; stages add up to the host's time, on a GPU by what the device says."""
 
-from __future__ import annotations
-
 import itertools
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What a pass is made of: trees without their padding, chunks of prompts, and both together."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

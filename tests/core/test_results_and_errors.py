@@ -1,7 +1,5 @@
 """Metrics of steps, traces of trees, suggested names, foreign exceptions as text or as one type, undone blocks."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from dataclasses import replace

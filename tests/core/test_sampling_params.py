@@ -1,7 +1,5 @@
 """Sampling parameters and forms of output: every range and mistake with its sentence, and what is derived from them."""
 
-from __future__ import annotations
-
 import json
 import math
 from dataclasses import fields, replace

@@ -1,7 +1,5 @@
 """What a caller has switched on in torch changes neither its own texts nor those of others."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack
 from functools import cache

@@ -1,7 +1,5 @@
 """The native kernels compiled for other processors than this one, as far as this one runs them."""
 
-from __future__ import annotations
-
 import platform
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Tiny models for the lean decoders, and checks that a decoder is right and exact."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import replace
 from itertools import product

@@ -1,7 +1,5 @@
 """Decoder blocks in readable arithmetic: whole sequences, a token and a head at a time."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

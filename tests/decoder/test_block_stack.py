@@ -3,8 +3,6 @@
 Slow because kernels are compiled for each instruction set, once on a machine.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Weights in huge pages: moved where the system says so, and what they hold stays."""
 
-from __future__ import annotations
-
 import gc
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """The lean decoders against the generic one: every option of the blocks they know, and what they leave to others."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import re

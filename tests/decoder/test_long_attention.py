@@ -1,7 +1,5 @@
 """The native attention behind long prefixes: the same bits in a tree, in a chunk and alone, and its weights."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The cache never asks for more memory than there is."""
 
-from __future__ import annotations
-
 import logging
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The native attention: right for heads of any size, and with the same bits in a tree, in a chunk and alone."""
 
-from __future__ import annotations
-
 from functools import cache
 
 import pytest

@@ -1,7 +1,5 @@
 """What the native kernels are handed: whatever it is, a process survives it, and hears a sentence."""
 
-from __future__ import annotations
-
 import ast
 import os
 import subprocess

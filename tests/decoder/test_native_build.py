@@ -1,7 +1,5 @@
 """Compiling the native kernels: once a machine, never in the way."""
 
-from __future__ import annotations
-
 import platform
 import re
 import shutil

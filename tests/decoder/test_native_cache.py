@@ -1,7 +1,5 @@
 """Compiled kernels that are kept: only what this user compiled is ever loaded, and whatever else happens they run."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Outputs of the native kernels: tokens are those of `KeyedNoise` and the logits, features those of any taps."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """The native feed-forward network: right for matrices of any size, and with the same bits in a chunk and alone."""
 
-from __future__ import annotations
-
 from functools import cache
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Processes that fork after the native kernels have run on several threads."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

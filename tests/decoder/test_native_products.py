@@ -1,7 +1,5 @@
 """The native matrix products: right, and with the same bits for a token whatever stands beside it."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Recurrent layers of the native kernels: the same bits at every width, unchanged states, quantized weights."""
 
-from __future__ import annotations
-
 import random
 from collections import Counter
 from typing import Any

@@ -1,7 +1,5 @@
 """Matrices of GGUF files that the kernels store have the bits of those that torch stores, and so have their weights."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import gguf

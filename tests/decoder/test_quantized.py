@@ -1,7 +1,5 @@
 """Weights in 4 and 8 bits: how they are rounded, what kernels of every instruction set make of them, and refusals."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache

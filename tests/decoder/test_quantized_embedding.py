@@ -1,7 +1,5 @@
 """Rows of embeddings in integers: the bits of the dequantized table, in torch and on every instruction set."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Iterator
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """What the kernels of recurrent layers are handed: arguments and sizes that do not fit are refused before any write."""
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable
 from ctypes import addressof, byref, c_int64, c_void_p

@@ -1,7 +1,5 @@
 """Faults that are planted in the kernels of recurrent layers show: at load, or in the logits of trees."""
 
-from __future__ import annotations
-
 import random
 import re
 import shutil

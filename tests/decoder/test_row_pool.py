@@ -1,7 +1,5 @@
 """Rows of a common store: nobody's overlap, what a slot had stays its own, and room that is there is found."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 import pytest

@@ -1,7 +1,5 @@
 """Moving, writing and poisoning rows against a numpy model; nothing is allocated after the start."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Which states inside texts are kept: by bytes, by use, about every `SPACING` tokens of a prompt."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """Every architecture, ragged batches, several rounds: a tree pass is its paths' ordinary forwards."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Drafters that misbehave, to show that a drafter can cost speed but never text."""
 
-from __future__ import annotations
-
 from typing import ClassVar, Literal
 
 import torch

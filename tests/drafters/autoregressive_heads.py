@@ -1,7 +1,5 @@
 """Random EAGLE and MTP heads for a tiny target, their drafters, and what the head itself says of a committed text."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Contexts as the engine builds them, for drafters that are called by hand."""
 
-from __future__ import annotations
-
 import pickle
 import random
 from collections.abc import Sequence

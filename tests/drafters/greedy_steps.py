@@ -1,7 +1,5 @@
 """Iterations of decoding by hand: a function stands for the target, and trees are verified greedily."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Each behaviour really misbehaves, or the tests of losslessness against it would prove nothing."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

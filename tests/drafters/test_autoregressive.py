@@ -1,7 +1,5 @@
 """EAGLE and EAGLE-3 as drafters: their block's cache, what a path scores, failures, context limits, and refusals."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Iterator
 from functools import partial

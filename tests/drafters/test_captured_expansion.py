@@ -1,7 +1,5 @@
 """Trees from a captured graph are the trees that the same call gives without one."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import fields
 from functools import partial

@@ -1,7 +1,5 @@
 """A draft model with another vocabulary drafts shared tokens, with the distributions that it states."""
 
-from __future__ import annotations
-
 import copy
 import json
 import logging

@@ -1,7 +1,5 @@
 """The draft model's own cache: after any history of proposals it is that of a fresh prefill of the committed tokens."""
 
-from __future__ import annotations
-
 import copy
 import random
 from typing import Any

@@ -1,7 +1,5 @@
 """Drafting with the target's own first blocks: what a pass through some blocks says, and what is drafted from it."""
 
-from __future__ import annotations
-
 from copy import deepcopy
 from dataclasses import replace
 from typing import Any

@@ -4,8 +4,6 @@ Each node of a tree is held against the head that is fed the text and the path t
 that against formulas.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from copy import deepcopy

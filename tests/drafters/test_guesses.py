@@ -1,7 +1,5 @@
 """A drafter over a drafter: guesses change how many passes a chain takes, and nothing that is drafted."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

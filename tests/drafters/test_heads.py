@@ -1,7 +1,5 @@
 """Drafters over heads: what they accept, which trees they draft, and what they know of every slot."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Lookahead decoding against the published layout and against its steps written down once more."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """Children that the native kernels choose: those of `Expansion.grow`, for every kind of draw and shape."""
 
-from __future__ import annotations
-
 import subprocess
 from ctypes import CDLL, byref, c_int64, c_void_p
 from functools import cache

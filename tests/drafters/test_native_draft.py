@@ -1,7 +1,5 @@
 """Draft trees of a native draft model: one call gives what a pass for each level gives, and leaves the same cache."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 from unittest import mock

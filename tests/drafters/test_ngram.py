@@ -1,7 +1,5 @@
 """Prompt lookup against a search of the whole text."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The oracle is right as often as its script says, and never by accident."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Drafts of a part of the vocabulary, and on a part of the KV rows: windows and retrieval by attention."""
 
-from __future__ import annotations
-
 import copy
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Predicted output: what is drafted from it, and what it brings."""
 
-from __future__ import annotations
-
 from contextlib import ExitStack
 from typing import Any
 from unittest import mock

@@ -1,7 +1,5 @@
 """Drafters in int8: which they are, where they are not, and that the target's weights stay as they were."""
 
-from __future__ import annotations
-
 import copy
 from itertools import chain
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Draft models with recurrent layers: what they draft after any history is what a new drafter drafts after the text."""
 
-from __future__ import annotations
-
 import random
 from contextlib import suppress
 from typing import Any

@@ -1,7 +1,5 @@
 """Token recycling against dictionaries that are walked node by node."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from itertools import product

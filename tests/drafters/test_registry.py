@@ -1,7 +1,5 @@
 """Methods are found by their file's name: adding one is adding a file."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 from pathlib import Path

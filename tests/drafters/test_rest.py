@@ -1,7 +1,5 @@
 """Retrieval from a datastore: what is drafted, its look-ups against a search of the text, and damaged files."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -1,7 +1,5 @@
 """Drafts with a part of the KV cache: which rows they read, what is drafted from them, and when nothing is."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """SPiRe as a drafter: what a path scores, which rows count, batches, prefixes and refusals."""
 
-from __future__ import annotations
-
 import json
 import random
 from pathlib import Path

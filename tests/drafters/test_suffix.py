@@ -1,7 +1,5 @@
 """Suffix decoding by hand: what is proposed from the own text and from others', and the bounds of the pool."""
 
-from __future__ import annotations
-
 import math
 import random
 from array import array

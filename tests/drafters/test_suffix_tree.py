@@ -1,7 +1,5 @@
 """The suffix tree, its matches and the best draft of them, against counting and trying everything by hand."""
 
-from __future__ import annotations
-
 import random
 import sys
 from array import array

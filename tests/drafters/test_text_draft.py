@@ -1,7 +1,5 @@
 """Drafting by text: what is committed and what is drafted, in the tokens of two vocabularies."""
 
-from __future__ import annotations
-
 import random
 from itertools import product
 from typing import Any

@@ -1,7 +1,5 @@
 """Tokens and their bytes, the tokens that two vocabularies share, and texts in the ids of the other."""
 
-from __future__ import annotations
-
 import random
 from itertools import product
 

@@ -1,7 +1,5 @@
 """Drafters of the EAGLE family and MTP: one native call gives the trees of the loop over levels."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

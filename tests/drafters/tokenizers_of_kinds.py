@@ -1,7 +1,5 @@
 """Small tokenizers of the kinds that there are, trained on a few lines, and texts that are hard on them."""
 
-from __future__ import annotations
-
 import json
 from functools import cache
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What was learned of acceptance is there for the next process, and a file that cannot be true is done without."""
 
-from __future__ import annotations
-
 import gc
 import json
 import time

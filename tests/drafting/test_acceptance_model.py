@@ -1,7 +1,5 @@
 """The acceptance model: censored counts by depth, and the logistic regression of nodes against made drafters."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The cost model against made machines: curves that were told wrong, interruptions, and a machine that slows down."""
 
-from __future__ import annotations
-
 import random
 
 import numpy as np

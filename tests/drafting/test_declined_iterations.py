@@ -1,7 +1,5 @@
 """Where drafting does not pay an iteration is one of plain decoding: no drafter is asked, told, or read for."""
 
-from __future__ import annotations
-
 import itertools
 from collections import Counter
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Whatever a drafter does, a legal tree over the right roots comes out, and the text is plain decoding's."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """What was proposed stays known when less of it is verified, and for which reason."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any

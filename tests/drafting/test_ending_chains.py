@@ -1,7 +1,5 @@
 """Chains that end by the probability of their path: what that gains over a depth, and what is learned from them."""
 
-from __future__ import annotations
-
 import random
 from math import exp, log
 from typing import Any

@@ -4,8 +4,6 @@ With acceptance alpha, a draft level that costs c target passes and verification
 g earns (1 - alpha^(g+1)) / (1 - alpha) tokens in g c + 1 passes.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from typing import Any

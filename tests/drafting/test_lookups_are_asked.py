@@ -3,8 +3,6 @@
 Texts are scripted: the target writes them whatever is drafted, and seconds are those of a curve.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """Whom to ask pays: against a search through every set of drafters and every depth, by the same estimates."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import product
 from typing import Any

@@ -1,7 +1,5 @@
 """Published policies: their schedules, SmartSpec against a search, and unchanged text through the engine."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """What a drafter reads before it drafts: how much it missed, what that takes, and whether that pays."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

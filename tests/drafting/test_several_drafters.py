@@ -1,7 +1,5 @@
 """Several drafters on a simulated machine: who is asked, what is selected, and that nothing slower lasts."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 

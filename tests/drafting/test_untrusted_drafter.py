@@ -1,7 +1,5 @@
 """A drafter of the caller's can cost speed and nothing else, whatever it does and whatever it returns."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 from collections import Counter

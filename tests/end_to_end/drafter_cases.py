@@ -1,7 +1,5 @@
 """Which drafter runs on which runner, in which batches, over which requests: few cases in which every two meet."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from functools import cache
 from itertools import combinations, product

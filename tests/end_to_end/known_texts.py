@@ -1,7 +1,5 @@
 """What a model with recurrent layers writes, by transformers one token at a time, and a drafter that knows it."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Sequence
 from functools import cache

@@ -5,8 +5,6 @@ alive until the next proposal decides which of them were accepted. Of recurrent 
 tokens, and for the stored inputs of rejected tokens.
 """
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

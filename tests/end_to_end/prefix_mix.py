@@ -1,7 +1,5 @@
 """Requests whose prompts begin alike, in every way of sampling and stopping, some with salts."""
 
-from __future__ import annotations
-
 from functools import cache
 from typing import Any, NamedTuple
 

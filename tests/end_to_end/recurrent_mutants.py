@@ -1,7 +1,5 @@
 """Faults of other engines, planted in our own code: see `test_recurrent_faults.py`."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """Requests that use every sampling and stopping option, each over a prompt of its own."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache

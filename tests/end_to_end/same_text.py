@@ -1,7 +1,5 @@
 """Comparing what two engines said, to the last log-probability."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Stop rules that end some drafts of tiny models and not others."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 

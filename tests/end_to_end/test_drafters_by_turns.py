@@ -1,7 +1,5 @@
 """Drafters that are asked by turns: they catch up with what they missed, and the text is plain decoding's."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path

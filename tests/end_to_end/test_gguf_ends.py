@@ -1,7 +1,5 @@
 """Texts of GGUF files end at tokens that only their texts tell, with and without drafts."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

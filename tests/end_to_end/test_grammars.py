@@ -4,8 +4,6 @@ Forms come over the bundled model, whose tokens hold several characters and whos
 distribution over a tiny random one. Slow because it writes hundreds of texts, and a distribution takes thousands.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections import Counter

@@ -3,8 +3,6 @@
 Slow because every architecture is decoded plainly and with several drafters by every runner.
 """
 
-from __future__ import annotations
-
 from functools import cache
 from itertools import product
 

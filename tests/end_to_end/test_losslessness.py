@@ -3,8 +3,6 @@
 Slow because every drafter builds an engine, and heads are trained before.
 """
 
-from __future__ import annotations
-
 from itertools import product
 from typing import Any
 from unittest import mock

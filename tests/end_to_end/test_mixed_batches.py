@@ -1,7 +1,5 @@
 """Requests that follow different rules share batches: none of them can tell who its neighbours are."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

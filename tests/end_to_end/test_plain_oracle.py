@@ -1,7 +1,5 @@
 """Plain decoding itself against two slow and obvious programs: `transformers` and a loop without any cache."""
 
-from __future__ import annotations
-
 import copy
 from collections import Counter
 from typing import Any

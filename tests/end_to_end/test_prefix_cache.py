@@ -3,8 +3,6 @@
 Slow because every kind of state that is kept by slot has an engine of its own.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from functools import cache

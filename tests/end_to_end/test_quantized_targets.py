@@ -1,7 +1,5 @@
 """Targets in 4 and 8 bits: their text is the same with and without drafts, and that of the weights they stand for."""
 
-from __future__ import annotations
-
 import copy
 from functools import cache
 from pathlib import Path

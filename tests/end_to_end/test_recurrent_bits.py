@@ -1,7 +1,5 @@
 """Recurrent layers on the native kernels: what is read again, cached or drafted has the bits of plain decoding."""
 
-from __future__ import annotations
-
 import random
 from functools import cache
 from typing import Any

@@ -1,7 +1,5 @@
 """Draft models with recurrent layers, and targets with them: plain decoding's text, and the same tokens a pass."""
 
-from __future__ import annotations
-
 from functools import cache
 from typing import Any
 

@@ -4,8 +4,6 @@
 class in our own code, and the test of the class must notice.
 """
 
-from __future__ import annotations
-
 import asyncio
 import copy
 import json

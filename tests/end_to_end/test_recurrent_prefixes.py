@@ -1,7 +1,5 @@
 """Texts begin inside others where a state of the recurrent layers was kept: as a fresh engine reads them as a whole."""
 
-from __future__ import annotations
-
 import copy
 import random
 from functools import cache

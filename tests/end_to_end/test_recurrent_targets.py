@@ -1,7 +1,5 @@
 """Targets with recurrent layers write plain decoding's text with drafts, in batches, behind prefixes and preempted."""
 
-from __future__ import annotations
-
 from functools import cache
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Requests that allow no drafts or few nodes: their text and that of the others is what it is, others keep theirs."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from typing import Any
 

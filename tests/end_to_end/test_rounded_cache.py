@@ -1,7 +1,5 @@
 """Targets whose KV cache is in int8: their text is the same with and without drafts, however rows move."""
 
-from __future__ import annotations
-
 from functools import cache
 from typing import Any
 

@@ -10,8 +10,6 @@ that two drafters share makes less of a difference: of 18,000 samples, which tha
 degrees of freedom, where 112 is missed with probability 1e-3. Slow because distributions take thousands of texts.
 """
 
-from __future__ import annotations
-
 import copy
 from collections import Counter
 from collections.abc import Sequence

@@ -3,8 +3,6 @@
 Slow because every kind of state that is kept by slot has an engine of its own.
 """
 
-from __future__ import annotations
-
 from functools import cache
 from typing import Any
 from unittest import mock

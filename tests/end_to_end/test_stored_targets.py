@@ -1,7 +1,5 @@
 """Targets that are stored in integers: their text is the same with and without drafts, and in every batch."""
 
-from __future__ import annotations
-
 from functools import cache
 from pathlib import Path
 from typing import Any

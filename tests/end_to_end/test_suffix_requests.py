@@ -1,7 +1,5 @@
 """A pool of earlier outputs makes repeated requests fast, salts keep it apart, and the text stays plain decoding's."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

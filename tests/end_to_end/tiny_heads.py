@@ -1,7 +1,5 @@
 """Draft heads for the tiny targets: trained for a moment on what plain decoding wrote, so that drafts get accepted."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path

@@ -4,8 +4,6 @@ Drafts must get accepted for a test of commits to mean anything, so draft models
 weights, and the oracle is told what plain decoding wrote.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Target logits that are not finite end their own request, after what plain decoding would still have emitted."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """What a drafter is told of the target: features of exactly the committed positions, in order."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

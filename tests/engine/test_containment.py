@@ -1,7 +1,5 @@
 """One request's failure, wherever it happens, ends that request and no other."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache

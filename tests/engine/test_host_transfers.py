@@ -6,8 +6,6 @@ tokens, rows are moved one sequence after another and kinds of draws are looked 
 operation on tensors.
 """
 
-from __future__ import annotations
-
 import sys
 from collections import Counter
 from pathlib import Path

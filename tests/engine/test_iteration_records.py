@@ -1,7 +1,5 @@
 """What iterations report: bounds, sums, and that a request's metrics are the sum of its parts."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 

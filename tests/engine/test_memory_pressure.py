@@ -1,7 +1,5 @@
 """Memory that does not hold a pass costs drafts, not requests and not text."""
 
-from __future__ import annotations
-
 import weakref
 from functools import cache
 from typing import Any

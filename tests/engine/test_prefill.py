@@ -1,7 +1,5 @@
 """Prompts ride in the passes of those who decode, as much of them as is allowed, and the texts are the same."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import cache
 from itertools import pairwise

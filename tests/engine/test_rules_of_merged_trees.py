@@ -1,7 +1,5 @@
 """A rule that depends on what was drawn would bias what is generated."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

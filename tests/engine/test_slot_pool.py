@@ -1,7 +1,5 @@
 """Which slots sequences get: compared, step by step, with a pool that looks at everything."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

@@ -1,7 +1,5 @@
 """Stop strings against a search of the whole text, and what may be shown before one is ruled out."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

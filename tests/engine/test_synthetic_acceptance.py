@@ -1,7 +1,5 @@
 """Synthetic acceptance through the engine: drafters without trained weights get the rates that were asked for."""
 
-from __future__ import annotations
-
 import logging
 import math
 from collections.abc import Sequence

@@ -4,8 +4,6 @@ What is checked of every node of every tree: the text leads to its root, the tar
 writes after its path, probabilities are those of a full forward, and its outcome follows from these.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from dataclasses import replace
 from typing import Any

@@ -3,8 +3,6 @@
 Slow because hundreds of calls wait for one engine.
 """
 
-from __future__ import annotations
-
 import asyncio
 import functools
 import gc

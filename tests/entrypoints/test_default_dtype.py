@@ -1,7 +1,5 @@
 """torch's default dtype is the caller's: tables and tensors of ours have the dtypes that they need."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any

@@ -1,7 +1,5 @@
 """What makes no drafter is refused when the engine is made, with one sentence that says why."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path

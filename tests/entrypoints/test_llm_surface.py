@@ -1,10 +1,8 @@
 """`LLM`: forms of prompts, what comes back, and errors that leave the engine as it was."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import pytest
@@ -440,7 +438,7 @@ def test_a_progress_bar_counts_completions(capsys: pytest.CaptureFixture[str]) -
         def update(self, count: int) -> None:
             self.n += count
 
-        def __enter__(self) -> Bar:
+        def __enter__(self) -> Self:
             return self
 
         def __exit__(self, *_: object) -> None: ...

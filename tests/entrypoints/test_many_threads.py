@@ -1,7 +1,5 @@
 """Many threads on one `LLM`: every text is what it is alone, nobody waits for ever, nothing is left behind."""
 
-from __future__ import annotations
-
 import os
 import random
 import signal

@@ -1,7 +1,5 @@
 """Sampling defaults of a model's generation_config.json: who has them, what comes before them, what is refused."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

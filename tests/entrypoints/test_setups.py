@@ -1,7 +1,5 @@
 """The one syntax for drafters: one, several in one tree, a path, JSON; by the command line, `LLM` and `accelerate`."""
 
-from __future__ import annotations
-
 import json
 import socket
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`speculative_config`: vLLM's keys work or are refused with a sentence; nothing is ignored in silence."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

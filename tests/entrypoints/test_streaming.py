@@ -1,7 +1,5 @@
 """Streams: chunks make up the final text, closing one frees its slots, and calls may be made while one is open."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterable
 from itertools import chain

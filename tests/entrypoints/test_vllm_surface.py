@@ -1,7 +1,5 @@
 """What vLLM's `LLM` has besides `generate`: chat, metrics, prompt log-probabilities, allowed tokens, its scripts."""
 
-from __future__ import annotations
-
 import argparse
 import gc
 import math

@@ -1,7 +1,5 @@
 """What is written appears whole or not at all, whatever ends the writing and wherever links lead."""
 
-from __future__ import annotations
-
 import ast
 import errno
 import os

@@ -1,7 +1,5 @@
 """What never ends, nobody writes, is too large or damaged is refused in a sentence; pipes of a shell are read."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import socket

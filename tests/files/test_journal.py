@@ -1,7 +1,5 @@
 """The file that long work appends to: what is in it after an interruption, and what it refuses."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

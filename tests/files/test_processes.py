@@ -1,7 +1,5 @@
 """Lock files that are removed while they are held, and freed memory that stays in the process."""
 
-from __future__ import annotations
-
 import platform
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Where things made once a machine are kept, and what is believed of what lies there."""
 
-from __future__ import annotations
-
 import os
 import stat
 from pathlib import Path

@@ -1,7 +1,5 @@
 """EAGLE-1, EAGLE-2 and HASS heads as published, and Falcon's; files from outside are written by hand."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """EAGLE-3 heads of their authors and of SpecForge; files from outside are written by hand."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Files that are damaged, hostile, split, or no head at all: one sentence each, and nothing of them is run."""
 
-from __future__ import annotations
-
 import json
 import pickle
 from dataclasses import replace

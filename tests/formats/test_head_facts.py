@@ -1,7 +1,5 @@
 """Facts about heads of our own format: read without torch they are the same."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

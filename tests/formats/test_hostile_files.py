@@ -1,7 +1,5 @@
 """Nonsense in a configuration or in a tensor's shape: a head, or one of our errors; never another exception."""
 
-from __future__ import annotations
-
 import json
 from itertools import product
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Heads by hub id, from a cache made by hand: no network."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Hydra and Hydra++ heads as published."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Medusa heads as published, in all layouts, and as vLLM reads them: names written by hand, and exact round trips."""
 
-from __future__ import annotations
-
 import json
 import logging
 from pathlib import Path

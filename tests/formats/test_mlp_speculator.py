@@ -1,7 +1,5 @@
 """MLP speculators as IBM publishes them."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

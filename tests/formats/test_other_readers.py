@@ -4,8 +4,6 @@ The classes below lay heads out as the original code does, one block object repe
 `benchmarks/interop` compares with the original code itself.
 """
 
-from __future__ import annotations
-
 import json
 from itertools import product
 from pathlib import Path

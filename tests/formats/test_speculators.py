@@ -1,7 +1,5 @@
 """EAGLE heads as vllm-project/speculators has them; files from outside are written by hand."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

@@ -3,8 +3,6 @@
 Tensors that other code would drop without a word, or leave at random, are no exception.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Heads in TensorRT-LLM's layout, split over ranks."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

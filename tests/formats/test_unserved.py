@@ -1,7 +1,5 @@
 """Heads that nothing here drafts with are called by their name; those of EAGLE are none of them any more."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

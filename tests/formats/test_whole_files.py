@@ -3,8 +3,6 @@
 A limit on file sizes stands for a full disk.
 """
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Tiny EAGLE heads, and their files under the names of their authors, written by hand."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from types import SimpleNamespace

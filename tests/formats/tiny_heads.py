@@ -1,7 +1,5 @@
 """Tiny random heads, files made by hand, and what it means that two heads are the same."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path

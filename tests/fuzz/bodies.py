@@ -4,8 +4,6 @@ Nothing is answered with a server error, good ones get the answer of plain decod
 left in the engine.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import random

@@ -1,7 +1,5 @@
 """Caches: whatever lies in the cache directory, a start never fails and the text is the same."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

@@ -1,7 +1,5 @@
 """Checkpoints: damaged heads of every format are refused in one sentence, or they draft and cost no text."""
 
-from __future__ import annotations
-
 import random
 import tempfile
 from functools import cache

@@ -1,7 +1,5 @@
 """The command line of the fuzz targets."""
 
-from __future__ import annotations
-
 import argparse
 import collections
 import importlib

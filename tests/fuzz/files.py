@@ -1,7 +1,5 @@
 """Damaging the files of a directory: values of JSON files, headers and bytes of weights, and whole files."""
 
-from __future__ import annotations
-
 import json
 import random
 import shutil

@@ -4,8 +4,6 @@ Models with matrices in integers too. Where only what says how they are stored i
 has the logits of the undamaged one.
 """
 
-from __future__ import annotations
-
 import json
 import tempfile
 from functools import cache

@@ -1,7 +1,5 @@
 """Options: any value for an engine's own arguments is refused in one sentence, or gives an engine that works."""
 
-from __future__ import annotations
-
 import random
 from itertools import chain
 from typing import Any

@@ -4,8 +4,6 @@ What is accepted gets the answer of plain decoding alone by the same target, who
 what is not is refused in one sentence; afterwards the engine is idle and right.
 """
 
-from __future__ import annotations
-
 import random
 from collections import defaultdict
 from itertools import chain

@@ -1,7 +1,5 @@
 """Damaging checkpoints with matrices in integers: their settings, the tensors of a matrix, and the index of files."""
 
-from __future__ import annotations
-
 import json
 import random
 from collections.abc import Callable

@@ -3,8 +3,6 @@
 Slow because every target has cases in processes with engines of their own.
 """
 
-from __future__ import annotations
-
 import importlib
 import os
 import time

@@ -1,7 +1,5 @@
 """Threads: random calls, streams, closes and mistakes of several threads on one engine, each answered as alone."""
 
-from __future__ import annotations
-
 import random
 import threading
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """Random values: valid ones of each field at and between its bounds, and everything else that a caller might pass."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from decimal import Decimal

@@ -4,8 +4,6 @@ The parent sends the number of a case; the child answers with what it is about t
 with the case's result. Before a child that is stuck is killed, it writes where each of its threads stands.
 """
 
-from __future__ import annotations
-
 import contextlib
 import faulthandler
 import multiprocessing

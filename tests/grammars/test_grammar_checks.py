@@ -1,7 +1,5 @@
 """Forms compile in a process that is ended where they take too long, and hold up nobody meanwhile."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

@@ -1,7 +1,5 @@
 """Trees under a grammar: forbidden nodes go, drawn ones and probes stay, forced chains come, others are left alone."""
 
-from __future__ import annotations
-
 import torch
 from end_to_end.tiny_llms import PIECES, tokenizer
 from tiny_models import EOS_ID, VOCAB_SIZE

@@ -1,7 +1,5 @@
 """The decoder block of Hydra++ fed piece by piece, beside the whole texts."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from copy import deepcopy
 from typing import Any

@@ -3,8 +3,6 @@
 Everything here works on single vectors in float64 and knows of the modules only the names of their parameters.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any

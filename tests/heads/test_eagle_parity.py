@@ -1,7 +1,5 @@
 """EAGLE's and EAGLE-3's heads against their formulas: every option, every step, and what must not be the same."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The block of EAGLE heads with a KV cache, fed piece by piece, beside the head's own pass over whole texts."""
 
-from __future__ import annotations
-
 from copy import deepcopy
 from typing import Any
 

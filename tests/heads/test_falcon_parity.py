@@ -1,7 +1,5 @@
 """Falcon's network against its formulas in float64, position by position; and training's passes against drafting."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 

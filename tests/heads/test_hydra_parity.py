@@ -1,7 +1,5 @@
 """Hydra heads against their formula; widths, the changed residual of the first block, tied blocks, dropout."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

@@ -1,7 +1,5 @@
 """Medusa heads against their formula, and the batched form against the step-by-step one."""
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 

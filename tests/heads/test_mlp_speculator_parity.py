@@ -1,7 +1,5 @@
 """The MLP speculator against its recurrence, and its published constant."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

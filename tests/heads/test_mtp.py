@@ -1,7 +1,5 @@
 """The head for multi-token prediction of Qwen3.5: against the blocks of transformers, and from the target's files."""
 
-from __future__ import annotations
-
 from functools import cache
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Drafts of the native kernels, every level in one call: those of the same heads step by step in torch."""
 
-from __future__ import annotations
-
 import platform
 from collections.abc import Iterator
 from dataclasses import replace

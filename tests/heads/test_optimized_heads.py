@@ -1,7 +1,5 @@
 """Heads whose products run on native kernels, as they do when drafting on a CPU, against the same heads in torch."""
 
-from __future__ import annotations
-
 from copy import deepcopy
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The decoder block of Hydra++ against a slow formula, against transformers' Llama, and fed piece by piece."""
 
-from __future__ import annotations
-
 import random
 from typing import Any
 from unittest import mock

@@ -1,7 +1,5 @@
 """What heads share with the target is what the target itself computes, in every architecture."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """SPiRe's network against its formulas, one token after another; what starts as the target's; refusals."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

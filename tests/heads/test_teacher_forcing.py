@@ -1,7 +1,5 @@
 """Training's parallel pass over a text equals drafting step by step when drafting is fed the same tokens."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from head_formulas import SAME, E, V, numbers, random_weights, shared_parts, tokens

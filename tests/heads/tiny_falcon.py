@@ -1,7 +1,5 @@
 """A tiny Falcon head."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -3,8 +3,6 @@
 Slow because models are accelerated and released for each change that a caller can make to them.
 """
 
-from __future__ import annotations
-
 import copy
 import io
 import logging

@@ -1,7 +1,5 @@
 """Repairs of Triton's interpreter that every test of kernels needs."""
 
-from __future__ import annotations
-
 from kernel_device import DEVICE
 
 from benchmarks.gpu_suite.interpreter import mend_interpreter

@@ -3,8 +3,6 @@
 Neither a GPU nor a driver is needed to compile. The interpreter takes much that the compiler refuses.
 """
 
-from __future__ import annotations
-
 import sys
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Where tests of kernels run: under Triton's interpreter, or compiled on a GPU if FORETOKEN_TEST_DEVICE=cuda asks."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import fields

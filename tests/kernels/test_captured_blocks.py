@@ -1,7 +1,5 @@
 """Decoder blocks as captured graphs, run again with other inputs, slots, lengths and trees."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

@@ -3,8 +3,6 @@
 Slow because every captured kernel runs in Triton's interpreter.
 """
 
-from __future__ import annotations
-
 import copy
 import random
 from typing import Any

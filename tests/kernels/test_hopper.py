@@ -1,7 +1,5 @@
 """Every Triton kernel compiles for Hopper, without a GPU."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The walk made by a kernel is `accept_chosen`, and requests served by kernels get what the walk node by node gives."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

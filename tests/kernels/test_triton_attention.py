@@ -3,8 +3,6 @@
 Cache rows that must not be read hold NaN in every test. Slow because kernels run in Triton's interpreter.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import accumulate

@@ -1,7 +1,5 @@
 """What stands between the products of a block, against torch's operations in float64."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

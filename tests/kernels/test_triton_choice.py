@@ -1,7 +1,5 @@
 """Tokens chosen by kernels are those of `argmax` and of `KeyedNoise`."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from kernel_device import DEVICE, OnDevice

@@ -1,7 +1,5 @@
 """Kernels for the distances against the functions of `losses`, which are tested against sums written out."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from kernel_device import DEVICE, few

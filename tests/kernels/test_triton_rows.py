@@ -1,7 +1,5 @@
 """Rows of the slot cache moved and written by kernels: those of `SlotCache`, and no other bit changes."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """The tables made by a kernel are those that `AttentionLayout` builds, whatever the kernel's bounds."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from itertools import accumulate
 

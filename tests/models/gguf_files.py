@@ -1,7 +1,5 @@
 """Writes GGUF files with llama.cpp's own package, as its conversion script writes them, from tiny models."""
 
-from __future__ import annotations
-
 import json
 import random
 from collections.abc import Callable, Iterable, Mapping

@@ -3,8 +3,6 @@
 Each matrix is written in a type, and the model gets the values that the file then has: moved back entry by entry.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any

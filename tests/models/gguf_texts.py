@@ -1,7 +1,5 @@
 """Texts that tokenizers split in different ways; the recorded ids of llama.cpp are of these texts, in this order."""
 
-from __future__ import annotations
-
 import random
 
 _SPACES = ["", *(" " * count for count in range(1, 9)), "\n", "\n\n x", "\r\n", "a\r\nb\rc", "\t\tx", " \n \t y"]

@@ -1,7 +1,5 @@
 """Writes small checkpoints of compressed-tensors, GPTQ and AWQ with random numbers, and says what their weights are."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass, field
 from pathlib import Path

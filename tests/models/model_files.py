@@ -1,7 +1,5 @@
 """A tiny model saved to a directory, and ways to damage it."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Every field of config.json, damaged in every way: the model works, or one sentence refuses it, soon and cheaply."""
 
-from __future__ import annotations
-
 import json
 import logging
 from collections.abc import Iterator

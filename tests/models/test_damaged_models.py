@@ -1,7 +1,5 @@
 """A model directory that does not load: one error type, one sentence with what is wrong, where, and what to do."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from pathlib import Path

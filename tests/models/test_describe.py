@@ -1,7 +1,5 @@
 """Facts about a directory without loading its weights, and `inspect --verify`, which reads all of them."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

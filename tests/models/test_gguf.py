@@ -1,7 +1,5 @@
 """GGUF files: matrices, configurations and tokenizers are those that llama.cpp's package and transformers read."""
 
-from __future__ import annotations
-
 import logging
 import os
 import random

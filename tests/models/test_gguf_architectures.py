@@ -1,7 +1,5 @@
 """GGUF files of further architectures: logits are those of transformers' model, defaults are llama.cpp's."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

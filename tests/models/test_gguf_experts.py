@@ -1,7 +1,5 @@
 """GGUF files of mixtures of experts: weights, logits, text and refusals."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

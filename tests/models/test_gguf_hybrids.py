@@ -1,7 +1,5 @@
 """GGUF files of models with recurrent layers: logits and text are those of transformers' model."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

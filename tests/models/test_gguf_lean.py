@@ -1,7 +1,5 @@
 """Weights for lean decoders straight from a GGUF file are those that are found in transformers' model of the file."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from dataclasses import fields, is_dataclass, replace

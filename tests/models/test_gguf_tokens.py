@@ -4,8 +4,6 @@ The recorded ids come from a program on llama.cpp's own sources, see "source" in
 compared if FORETOKEN_REAL_MODELS names a folder with the files.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Callable

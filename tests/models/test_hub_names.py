@@ -1,7 +1,5 @@
 """Models of the hub by name, from a small hub on this machine: what is fetched, kept, and said without it."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

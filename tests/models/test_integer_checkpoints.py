@@ -1,7 +1,5 @@
 """Checkpoints of compressed-tensors, GPTQ and AWQ: their weights, logits and text, and files that cannot be read."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

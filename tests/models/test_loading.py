@@ -1,7 +1,5 @@
 """A model directory that loads: its facts, dtypes, end tokens, what is left unused, and where its weights lie."""
 
-from __future__ import annotations
-
 import logging
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """The models on this machine: where they are looked for, their names, and what is said about them without torch."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A caller's own model: served over its weights, left as it was, and usable at the same time."""
 
-from __future__ import annotations
-
 import copy
 import threading
 from pathlib import Path

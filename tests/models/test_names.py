@@ -1,7 +1,5 @@
 """Names of models become places: directories, GGUF files and what holds them, on this machine."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from pathlib import Path

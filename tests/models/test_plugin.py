@@ -1,7 +1,5 @@
 """Attention inside transformers: the registered function, and adapters of architectures that do not call it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Embeddings in integers inside models: what replaces them, what they share with the LM head, and what stays."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any, get_args
 

@@ -1,7 +1,5 @@
 """Recurrent layers over token trees: every architecture against ordinary forwards, and what a slot keeps."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Sizes of recurrent layers, from configurations alone: those of public models, and what `plan` and `inspect` say."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Models that cannot be rolled back, or do not attend through the plug-in, are refused by name and reason."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

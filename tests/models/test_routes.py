@@ -3,8 +3,6 @@
 No kernel reads them on accelerators, and in dtypes that kernels do not take.
 """
 
-from __future__ import annotations
-
 import logging
 from importlib.util import find_spec
 from pathlib import Path

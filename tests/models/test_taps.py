@@ -1,7 +1,5 @@
 """Features at every boundary of every architecture, in prompts and at tree nodes, against ordinary forwards."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

@@ -1,7 +1,5 @@
 """Any tree: random shapes up to wide and deep, trees grown level by level, trees at the end of the context."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

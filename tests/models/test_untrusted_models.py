@@ -3,8 +3,6 @@
 Where a test of endless files fails it waits for ever, or until memory is full.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import pickle

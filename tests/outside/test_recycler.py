@@ -1,7 +1,5 @@
 """A drafter that is not part of the package, found by its import path, works as a bundled one does."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Acceptance curves: files of other projects, the library, and shallow drafts replayed from deep ones."""
 
-from __future__ import annotations
-
 import json
 import random
 from itertools import pairwise, product

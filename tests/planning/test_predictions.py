@@ -1,7 +1,5 @@
 """Predictions, advice and break-even points on described machines, and costs against recorded measurements."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from itertools import product

@@ -1,7 +1,5 @@
 """Verdicts on runs: the words follow the intervals, and an estimate follows from the passes of a run alone."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

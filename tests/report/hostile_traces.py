@@ -1,7 +1,5 @@
 """Traces of made-up generations whose tokens are as hostile as text can be."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

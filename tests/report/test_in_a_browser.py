@@ -1,7 +1,5 @@
 """The page in a real browser: trees are drawn, text cannot break out, nothing is fetched, hidden or clipped."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path

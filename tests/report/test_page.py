@@ -1,7 +1,5 @@
 """The page of a report: complete, self-contained, and closed to whatever stands in tokens, names and files."""
 
-from __future__ import annotations
-
 import json
 import re
 from html.parser import HTMLParser

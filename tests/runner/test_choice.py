@@ -1,7 +1,5 @@
 """Which decoder is used: by what its passes cost at the widths that are run, and never against a promise."""
 
-from __future__ import annotations
-
 import gc
 import json
 import logging

@@ -1,7 +1,5 @@
 """What passes cost: the curve, the tree it suggests, and measuring it once a machine."""
 
-from __future__ import annotations
-
 import gc
 import itertools
 import json

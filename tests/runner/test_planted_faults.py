@@ -1,7 +1,5 @@
 """The self-test refuses decoders with a planted fault, in float32 and in bfloat16, and accepts those without."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache

@@ -1,7 +1,5 @@
 """Self-tests are remembered with the files, the machine and the code that they were passed with, and nothing else."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The proof at load can fail: broken attention, lost windows and damaged weights are refused, each in a sentence."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise

@@ -3,8 +3,6 @@
 The vocabulary has all single bytes that the languages use, so that every text can be written.
 """
 
-from __future__ import annotations
-
 import re
 from itertools import product
 

@@ -1,7 +1,5 @@
 """A server of ours on a free port of the loopback device, under uvicorn in a thread, and clients for it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any

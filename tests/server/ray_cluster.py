@@ -1,7 +1,5 @@
 """A Ray cluster on the loopback device alone, with a small object store, and the ends of its processes."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -5,8 +5,6 @@ of that script follow one after the other, then the end of the text. Attention a
 the embedding of a token alone says, through the head, which one comes next. Other text is read byte by byte.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path

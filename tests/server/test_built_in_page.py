@@ -1,7 +1,5 @@
 """The page at / in a real browser: what it shows is what the API gives, and text that is hostile stays text."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator

@@ -3,8 +3,6 @@
 Slow because every slot writes hundreds of tokens.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """A draft model that learns beside the server: texts stay, memory and disk are bounded, and faults cost no request."""
 
-from __future__ import annotations
-
 import errno
 import logging
 import threading

@@ -1,7 +1,5 @@
 """Completions that begin with their prompt, with the log-probabilities that the model gives, whole and in streams."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """The table of faults names tests that exist; and those faults that have no other place."""
 
-from __future__ import annotations
-
 import ast
 import re
 from concurrent.futures import ThreadPoolExecutor

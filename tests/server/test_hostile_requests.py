@@ -1,7 +1,5 @@
 """Requests that nobody should send: each gets an error in OpenAI's shape, and the server goes on as before."""
 
-from __future__ import annotations
-
 import gzip
 import http.client
 import json

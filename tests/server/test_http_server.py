@@ -1,7 +1,5 @@
 """Connections whose clients send or read nothing in time are closed; others stay, and get what they asked for."""
 
-from __future__ import annotations
-
 import asyncio
 import socket
 import threading

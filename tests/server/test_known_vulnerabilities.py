@@ -3,8 +3,6 @@
 Fields that such requests had are in the tables of `test_hostile_requests`, each beside its number.
 """
 
-from __future__ import annotations
-
 import socket
 import threading
 from collections.abc import Iterator

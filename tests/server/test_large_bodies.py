@@ -1,7 +1,5 @@
 """Large bodies are read, and answers made, in threads, with the same answers and errors, while others are served."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

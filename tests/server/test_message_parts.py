@@ -1,7 +1,5 @@
 """Thoughts, content and calls of a message: what every format means, in any pieces, malformed and at length."""
 
-from __future__ import annotations
-
 import json
 import re
 from itertools import pairwise

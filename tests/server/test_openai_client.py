@@ -1,7 +1,5 @@
 """OpenAI's own client against a live server: all kinds of requests, with drafts and without, alone and together."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import time

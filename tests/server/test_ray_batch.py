@@ -1,7 +1,5 @@
 """A batch on two Ray workers: the answers of one engine, each line once, also when a worker is killed."""
 
-from __future__ import annotations
-
 import json
 import os
 import threading

@@ -1,7 +1,5 @@
 """Ray Serve without a cluster: keys of prompts, an application's answer as messages, and figures of several servers."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import pickle

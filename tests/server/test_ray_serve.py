@@ -1,7 +1,5 @@
 """Two replicas under Ray Serve: one engine's text, a place for each prefix, and a killed replica that costs a retry."""
 
-from __future__ import annotations
-
 import re
 import socket
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """/v1/responses by OpenAI's own client: the text of the chat that asks for the same, whole and as events."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from itertools import groupby

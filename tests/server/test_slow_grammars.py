@@ -1,7 +1,5 @@
 """While a form is compiled, the server serves all others."""
 
-from __future__ import annotations
-
 import json
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any

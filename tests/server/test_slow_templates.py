@@ -3,8 +3,6 @@
 Slow because templates run to their limit of five seconds.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """A server with synthetic acceptance: its model card, metrics and answers say so; promises of texts get 400."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Tool calls over HTTP: models that write each format, calls that are forced, and what is sent back to the model."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator

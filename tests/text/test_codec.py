@@ -1,7 +1,5 @@
 """Tokenizers that callers bring: whatever they give, it is served or refused in a sentence."""
 
-from __future__ import annotations
-
 import re
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any

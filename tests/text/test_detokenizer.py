@@ -1,7 +1,5 @@
 """Streamed text is the full decoding, whatever bytes the tokens split, and no character is ever taken back."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import cache
 from typing import Any

@@ -1,7 +1,5 @@
 """Rows of prompt sets: every published form is read by the one rule of `foretoken.text.prompt_rows`."""
 
-from __future__ import annotations
-
 import gzip
 import json
 from pathlib import Path

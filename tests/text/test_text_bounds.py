@@ -1,7 +1,5 @@
 """No token stands for more bytes of a text than is said, and nothing is said where that is not known."""
 
-from __future__ import annotations
-
 import json
 import unicodedata
 from copy import deepcopy

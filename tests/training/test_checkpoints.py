@@ -1,7 +1,5 @@
 """What a run keeps between steps: everything that the next step depends on, and nothing that is half written."""
 
-from __future__ import annotations
-
 import errno
 import json
 import shutil

@@ -1,7 +1,5 @@
 """Sizes that a head takes from its target when nobody names others."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

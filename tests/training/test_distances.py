@@ -1,7 +1,5 @@
 """Distances against sums written out, and their gradients against autograd's of those sums."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

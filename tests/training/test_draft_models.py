@@ -1,7 +1,5 @@
 """Draft models: where they begin, what they learn from, and that a run which was stopped ends with the same bits."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from pathlib import Path

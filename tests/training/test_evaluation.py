@@ -1,7 +1,5 @@
 """Evaluations of a run, chains counted one by one; no effect on weights; the trees of an acceptance table."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import combinations, product
 from pathlib import Path

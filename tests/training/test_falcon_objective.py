@@ -1,7 +1,5 @@
 """Falcon's objective row by row, what is given away of the answers, and runs that are interrupted."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from unittest import mock
 

@@ -3,8 +3,6 @@
 Slow because every kind of fault needs a head that was trained with it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path

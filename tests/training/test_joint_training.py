@@ -1,7 +1,5 @@
 """Medusa-2: target and heads learn together, and what comes out is a target with its head."""
 
-from __future__ import annotations
-
 import copy
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A run that is killed at any moment and started again ends with the same bits as one that was left alone."""
 
-from __future__ import annotations
-
 import os
 import random
 import signal

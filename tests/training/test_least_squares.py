@@ -1,7 +1,5 @@
 """First weights of EAGLE heads: the linear map that texts follow."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """The training loop: micro-batches, steps that are not finite, parts that learn nothing; the rate of every step."""
 
-from __future__ import annotations
-
 import math
 import warnings
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The objective all heads share: which position learns what, against a loop over positions; and its portions."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any

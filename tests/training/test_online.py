@@ -1,7 +1,5 @@
 """Traffic on disk stays within its bound, and a round of training publishes only what drafts better."""
 
-from __future__ import annotations
-
 import os
 import sys
 from pathlib import Path

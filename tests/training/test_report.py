@@ -1,7 +1,5 @@
 """What is measured of a head at the end of its training, and what its card says; it appears whole or not at all."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Stop rules: logged drafts and replays beside the engine, and networks that learn a known function."""
 
-from __future__ import annotations
-
 import random
 from pathlib import Path
 

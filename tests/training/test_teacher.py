@@ -3,8 +3,6 @@
 The cache is bounded, damaged entries are made anew, and a run with it is the same as one without.
 """
 
-from __future__ import annotations
-
 import errno
 from dataclasses import replace
 from pathlib import Path

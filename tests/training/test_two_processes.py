@@ -1,7 +1,5 @@
 """Two processes with one global batch train the same head as one process does."""
 
-from __future__ import annotations
-
 import json
 import os
 import socket

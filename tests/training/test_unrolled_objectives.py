@@ -3,8 +3,6 @@
 The slow side feeds the decoder layer whole texts: the true features up to where a draft begins, then its own states.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from unittest import mock

@@ -3,8 +3,6 @@
 Slow because bundled heads are examined on text that the bundled target writes, once for each variant.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Anchor-offset positions (LongSpec): where they lie, that runs repeat them, and that heads draft far away."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What each of two processes does in the test of training together: several runs, one after another."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

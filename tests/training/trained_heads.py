@@ -1,7 +1,5 @@
 """A tiny target on disk, heads that were quickly trained on its own texts, and ways to train them wrongly."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Tiny targets, texts and runs for tests of training; also what their child processes run."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -1,7 +1,5 @@
 """Dynamic trees and lattices: the nodes, parents and scores of a slow and obvious construction or of all paths."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import replace

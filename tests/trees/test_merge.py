@@ -1,7 +1,5 @@
 """Merged trees and chains below leaves: the union of paths, who proposed what, what a bound leaves, what was drawn."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

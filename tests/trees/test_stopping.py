@@ -1,7 +1,5 @@
 """Stop rules: chains and trees against a plain loop, what the networks read, and files of trained rules."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from pathlib import Path

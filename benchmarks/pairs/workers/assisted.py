@@ -3,8 +3,6 @@
 `options` are those of `generate`, such as `{"prompt_lookup_num_tokens": 10}`; with a draft model it is the assistant.
 """
 
-from __future__ import annotations
-
 import time
 from typing import Any
 

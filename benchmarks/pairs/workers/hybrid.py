@@ -4,12 +4,11 @@
 `decoder/kernels/processors.txt` that the native kernels are compiled for; None for the best one.
 """
 
-from __future__ import annotations
-
 import statistics
 import time
+from collections.abc import Callable
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from protocol import serve, settings
@@ -24,9 +23,6 @@ from foretoken.runner.runner import Runner
 from foretoken.sampling.batch import SamplingBatch, SamplingRequest
 from foretoken.sampling.draft_draws import DraftDraws
 from foretoken.trees.dynamic import DynamicShape, begin_expansion
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 _CHUNK = 512  # tokens of a prompt in one pass, as everywhere in foretoken and in llama.cpp
 _LEAVES_OFF_S = 3.0  # no further pass of a request begins after so many seconds

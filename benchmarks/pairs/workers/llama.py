@@ -4,8 +4,6 @@ Drafts are those of a draft model, at most `length` tokens or until a probabilit
 the tokens after the last place of the text that has the same `ngram` tokens.
 """
 
-from __future__ import annotations
-
 import ctypes
 import statistics
 import time

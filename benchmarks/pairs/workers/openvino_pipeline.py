@@ -5,8 +5,6 @@
 `options` are properties of the device, such as `{"INFERENCE_PRECISION_HINT": "bf16"}`.
 """
 
-from __future__ import annotations
-
 import time
 from typing import Any
 

@@ -1,7 +1,5 @@
 """foretoken, with the options of `LLM` that the settings name."""
 
-from __future__ import annotations
-
 import time
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Single passes of foretoken over a GGUF file behind some cached rows."""
 
-from __future__ import annotations
-
 import statistics
 import time
 

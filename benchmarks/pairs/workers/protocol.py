@@ -1,14 +1,10 @@
 """What every worker speaks: settings as JSON in the first argument, then a request and an answer a line."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
+from collections.abc import Callable
+from typing import Any
 
 _settings: dict[str, Any] = json.loads(sys.argv[1])
 _answers = os.fdopen(os.dup(1), "w")

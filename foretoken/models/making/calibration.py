@@ -5,10 +5,9 @@ section 3. Scales are chosen before, for groups of inputs side by side; inputs a
 squares, the largest first.
 """
 
-from __future__ import annotations
-
+from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import transformers
@@ -19,13 +18,8 @@ from foretoken.core.errors import ModelError, foreign_errors_as, one_line
 from foretoken.decoder.native_linear import linear_layer
 from foretoken.decoder.quantized_modules import is_plain_experts, mixed
 from foretoken.models.generic import find_blocks, first_output
-from foretoken.models.making.writing import Quantized, quantize_linear
+from foretoken.models.making.writing import Original, Quantized, Scheme, quantize_linear
 from foretoken.models.stored import PARTS
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from foretoken.models.making.writing import Original, Scheme
 
 _DAMPING = 0.01  # of the mean square of inputs, added to each; the paper's
 _COLUMNS = 128  # inputs whose errors are spread before all others get them; the paper's

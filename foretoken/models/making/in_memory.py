@@ -1,7 +1,5 @@
 """Quantizes the weights of a loaded target to 4 or 8 bits; drafts are then verified against the quantized model."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any, Literal, get_args
 

@@ -1,14 +1,14 @@
 """Writes a checkpoint in 4 or 8 bits in the format of compressed-tensors, file by file; a killed run goes on."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re
 import shutil
+from collections.abc import Callable, Mapping
 from functools import partial
 from math import prod
-from typing import TYPE_CHECKING, Any, NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -24,10 +24,6 @@ from foretoken.files.processes import is_lock, run_lock
 from foretoken.models.config import check_architecture, check_model_files, read_config
 from foretoken.models.stored import experts_of, linear_shapes, name_in_transformers
 from foretoken.models.weight_files import check_counts, check_fit, meta_model, model_files, untied_shapes
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-    from pathlib import Path
 
 _RECORD = "quantize.json"  # what a directory is written from, and how
 _INDEX = "model.safetensors.index.json"

@@ -11,14 +11,13 @@ Experts have three linear layers each in checkpoints, where transformers has two
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from foretoken.core.errors import ModelError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
     import torch
     from torch import Tensor
 

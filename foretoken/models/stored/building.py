@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import copy
 import sys
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.quantizers.auto import register_quantization_config, register_quantizer
 from transformers.quantizers.base import HfQuantizer
@@ -29,15 +30,10 @@ from foretoken.decoder.quantized_modules import (
     is_plain_experts,
     stacked,
 )
-from foretoken.models.stored import OWN_METHOD, PARTS, experts_of
+from foretoken.models.stored import OWN_METHOD, PARTS, StoredModel, experts_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
-
-    from torch import Tensor
-
     from foretoken.decoder.quantized import QuantizedMatrix
-    from foretoken.models.stored import StoredModel
 
 
 class _Settings(QuantizationConfigMixin):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,13 +17,10 @@ from foretoken.models.stored.layouts import Layout, awq_layout, compressed_tenso
 from foretoken.models.weight_files import check_fit, meta_model, model_files, untied_shapes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
     import torch
     from torch import Tensor
 
     from foretoken.decoder.quantized import QuantizedMatrix
-    from foretoken.models.stored.layouts import Layout
 
 _LAYOUTS: dict[str, Callable[[Mapping[str, Any], str], Layout]] = {
     "compressed-tensors": compressed_tensors_layout,

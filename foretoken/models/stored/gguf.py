@@ -13,10 +13,12 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
+from pathlib import Path
 from threading import Thread, main_thread
 from typing import TYPE_CHECKING, Any
 
@@ -38,9 +40,6 @@ from foretoken.models.stored.gguf_tokenizer import build_tokenizer, read_vocabul
 from foretoken.models.weight_files import meta_model, untied_shapes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
-    from pathlib import Path
-
     from foretoken.models.stored.gguf_header import StoredTensor
 
 _EMBEDDING = "model.embed_tokens"

@@ -5,19 +5,15 @@ A type is a row of `FORMATS`. This module knows no file; the kernels do the same
 Source: the type traits of ggml-org/llama.cpp, ggml/src/ggml-quants.c (MIT), from where the grids are too.
 """
 
-from __future__ import annotations
-
 import zlib
 from base64 import b64decode
+from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 # Numbers (blocks, block) int8, scales (blocks, block / group), and offsets as scales or None.
 Unpacked = tuple[Tensor, Tensor, Tensor | None]

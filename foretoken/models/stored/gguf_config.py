@@ -11,9 +11,11 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from foretoken.core.checks import shown
 from foretoken.core.errors import ModelError, foreign_errors_as, listed, one_line
@@ -33,10 +35,6 @@ from foretoken.models.stored.gguf_hybrids import (
 from foretoken.models.stored.gguf_tokenizer import read_vocabulary
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
-    from torch import Tensor
-
     from foretoken.models.stored.gguf_file import GgufFile
     from foretoken.models.stored.gguf_header import StoredTensor
 

@@ -4,12 +4,12 @@ Tensors are read one at a time; integers stay integers. A file is open only whil
 memory: a mapped file that shrinks ends the process. This module knows no architecture.
 """
 
-from __future__ import annotations
-
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from math import prod
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,14 +17,8 @@ from torch import Tensor
 
 from foretoken.core.errors import ModelError
 from foretoken.decoder.quantized import QuantizedMatrix, can_store_blocks, store_blocks
-from foretoken.models.stored.gguf_blocks import FORMATS
+from foretoken.models.stored.gguf_blocks import FORMATS, Unpacked
 from foretoken.models.stored.gguf_header import DENSE_TYPES, GgufHeader, StoredTensor, damaged, opened, read_headers
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-    from pathlib import Path
-
-    from foretoken.models.stored.gguf_blocks import Unpacked
 
 _WEIGHTS_AT_ONCE = 1 << 20  # unpacked at once; a choice: some 12 MiB with temporaries
 _DENSE = dict(zip(DENSE_TYPES, (torch.float32, torch.float16, torch.bfloat16), strict=True))

@@ -8,10 +8,12 @@ from __future__ import annotations
 import os
 import struct
 from collections import deque
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
-from typing import TYPE_CHECKING, Any, NamedTuple
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
@@ -19,11 +21,6 @@ from foretoken.core.checks import shown
 from foretoken.core.errors import ModelError, listed, one_line
 from foretoken.files.bounded_reads import check_regular
 from foretoken.models.names import part_names
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-    from pathlib import Path
-    from typing import BinaryIO
 
 _MOST_ENTRIES = 1 << 16  # metadata keys, or tensors; a choice: the largest public files have some 2,000
 _MOST_ITEMS = 1 << 22  # of an array; a choice: vocabularies and their merges have some 500,000

@@ -13,6 +13,7 @@ src/llama-vocab.cpp.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -24,8 +25,6 @@ from foretoken.core.checks import shown
 from foretoken.core.errors import ModelError, listed
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
-
     from foretoken.models.stored.gguf_file import GgufFile
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4  # of `tokenizer.ggml.token_type`

@@ -3,23 +3,18 @@
 A layout reads the tensors of one linear layer as a `QuantizedMatrix`; `checkpoints` finds the tensors.
 """
 
-from __future__ import annotations
-
 import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field
+from torch import Tensor
 
 from foretoken.core.checks import shown, validated
 from foretoken.core.errors import ModelError
 from foretoken.decoder.quantized import QuantizedMatrix
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
-    from torch import Tensor
 
 _AGAIN = "Copy or download the model again."
 _FORMATS = ("pack-quantized", "int-quantized", "naive-quantized", "mixed-precision")  # of compressed-tensors

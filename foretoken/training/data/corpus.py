@@ -22,13 +22,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from foretoken.core.errors import ConfigError, RequestError, foreign_errors_as, nearest_name_hint, one_line
-from foretoken.text.prompt_rows import PromptRow, json_lines, read_prompt_row
-from foretoken.training.data.packed import PACKED_TOKENS, PackedForm, PackedTokens, PackedWriter
+from foretoken.text.prompt_rows import Message, PromptRow, json_lines, read_prompt_row
+from foretoken.training.data.packed import PACKED_TOKENS, Document, PackedForm, PackedTokens, PackedWriter
 
 if TYPE_CHECKING:
-    from foretoken.text.prompt_rows import JsonRow, Message
-    from foretoken.training.data.packed import Document
-
+    from foretoken.text.prompt_rows import JsonRow
 
 TRAIN, HELD_OUT = "train", "held_out"
 

@@ -12,9 +12,11 @@ import logging
 import os
 import re
 from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property, partial
 from itertools import islice
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from foretoken.core.checks import shown
@@ -27,9 +29,6 @@ from foretoken.training.data.corpus import Record
 from foretoken.training.data.packed import Document
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
-    from pathlib import Path
-
     from foretoken.entrypoints.llm import LLM
     from foretoken.text.prompt_rows import Message
 

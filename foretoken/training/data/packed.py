@@ -9,9 +9,10 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -25,9 +26,6 @@ from foretoken.files.atomic_files import OutputDirectory
 from foretoken.files.bounded_reads import read_json_object
 from foretoken.formats.draft_vocabulary import DraftVocabulary
 from foretoken.sampling.noise import derive_seed, mix
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 FORMAT, VERSION = "foretoken-packed-tokens", 1
 META, TOKENS, SUPERVISED = "meta.json", "tokens.bin", "supervised.bin"

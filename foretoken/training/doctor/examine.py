@@ -8,8 +8,10 @@ Letters: B texts, S positions, E hidden size, K heads.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -57,9 +59,6 @@ from foretoken.training.teacher import Teacher
 from foretoken.training.trainer import Batches, HeadTrainer, train_config
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-    from pathlib import Path
-
     from foretoken.core.records import StepRecord
     from foretoken.core.results import RequestOutput
     from foretoken.heads.base import Head, HeadConfig

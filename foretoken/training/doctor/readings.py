@@ -9,6 +9,7 @@ Letters: B texts, S positions, E hidden size, K heads, V vocabulary, Vd vocabula
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice, permutations, product
@@ -24,17 +25,14 @@ from foretoken.entrypoints.llm import LLM
 from foretoken.heads.base import Head, UnrolledHead
 from foretoken.heads.decoder_layer import LayerConfig
 from foretoken.models.generic import find_blocks, find_final_norm
-from foretoken.models.parts import target_parts, target_scaling, taught_parts
+from foretoken.models.parts import TargetParts, target_parts, target_scaling, taught_parts
 from foretoken.training.objective_base import first_candidates
 from foretoken.training.teacher import Teacher
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
-
     from foretoken.core.passes import Tap
     from foretoken.formats.checkpoint import HeadCheckpoint
     from foretoken.models.loaded import LoadedModel
-    from foretoken.models.parts import TargetParts
 
 BLOCK_BEFORE, BLOCK_AFTER = "one block earlier", "one block later"
 MOVED_BLOCKS = {BLOCK_BEFORE: -1, BLOCK_AFTER: 1}

@@ -3,8 +3,6 @@
 Letters a..z are 10..35, the space 36, the newline 37, digits 40..49; `^` comes first in every text encoded as text.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers, processors

@@ -1,7 +1,5 @@
 """Conversations and completions: no double BOS, and labels on what the assistant writes, id for id."""
 
-from __future__ import annotations
-
 import logging
 
 import pytest

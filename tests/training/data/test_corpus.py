@@ -1,7 +1,5 @@
 """Which record goes where, limits, and that both parts appear or neither."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

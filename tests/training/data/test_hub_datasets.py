@@ -1,7 +1,5 @@
 """Data sets on local disk, streamed without network: parquet, JSON, saved ones, and articles cut into rows."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Packing is exact, directories appear whole or not at all, and batches are a pure function of (seed, step)."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from dataclasses import replace

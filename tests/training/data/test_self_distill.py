@@ -1,7 +1,5 @@
 """Responses are what `LLM.generate` writes, and a run that was broken off ends in the identical file."""
 
-from __future__ import annotations
-
 import json
 from functools import cache
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Files become records; whatever cannot be read is one sentence that says where."""
 
-from __future__ import annotations
-
 import gzip
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The vocabulary of drafts: the most frequent labels, and files that say what they are of."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from pathlib import Path
