@@ -268,7 +268,8 @@ class RecurrentLayers {
         for (int64_t d = 0; d < K; d += kKeyStep) {
 #pragma GCC unroll 4
           for (int u = 0; u < kKeyStep; ++u) {
-            sums[u] = multiply_add(in_all_lanes(key[d + u]), load_lanes(old + (d + u) * kTile) * decay, sums[u]);
+            const Lanes decayed = load_lanes(old + (d + u) * kTile) * decay;
+            sums[u] = multiply_add(in_all_lanes(key[d + u]), decayed, sums[u]);
           }
         }
         added = rate * (value - ((sums[0] + sums[1]) + (sums[2] + sums[3])));
@@ -277,7 +278,8 @@ class RecurrentLayers {
       for (int64_t d = 0; d < K; d += kKeyStep) {
 #pragma GCC unroll 4
         for (int u = 0; u < kKeyStep; ++u) {
-          const Lanes state = multiply_add(in_all_lanes(key[d + u]), added, load_lanes(old + (d + u) * kTile) * decay);
+          const Lanes decayed = load_lanes(old + (d + u) * kTile) * decay;
+          const Lanes state = multiply_add(in_all_lanes(key[d + u]), added, decayed);
           store_lanes(place + (d + u) * kTile, state);
           if constexpr (kReads) sums[u] = multiply_add(in_all_lanes(query[d + u]), state, sums[u]);
         }
