@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from foretoken.acceptance import sampled_rules
 from foretoken.acceptance.rules import (
     Acceptance,
     ChosenPath,
@@ -26,13 +27,6 @@ from foretoken.acceptance.rules import (
     accept_coupled,
     accept_greedy,
     descend,
-)
-from foretoken.acceptance.sampled_rules import (
-    accept_block,
-    accept_lenient,
-    accept_sequential,
-    accept_traversal,
-    accept_typical,
 )
 from foretoken.core.backend import has_triton_kernels
 from foretoken.core.checks import check_number, shown
@@ -185,9 +179,9 @@ def accept(
 
 _SAMPLED_RULES = {
     "coupled": accept_coupled,
-    "sequential": accept_sequential,
-    "block": accept_block,
-    "traversal": accept_traversal,
+    "sequential": sampled_rules.accept_sequential,
+    "block": sampled_rules.accept_block,
+    "traversal": sampled_rules.accept_traversal,
 }
 
 
@@ -198,7 +192,7 @@ def _accept_with(rule: str, scores: NodeScores, policy: AcceptancePolicy, root_p
             chosen = scores.argmax_everywhere() if rule == "greedy" else scores.drawn_everywhere(root_positions)
             return accept_greedy(tree, scores.argmax) if chosen is None else accept_chosen(tree, chosen)
         case "lenient":
-            return accept_lenient(
+            return sampled_rules.accept_lenient(
                 tree,
                 scores.log_probs,
                 scores.unwarped_log_probs,
@@ -207,7 +201,7 @@ def _accept_with(rule: str, scores: NodeScores, policy: AcceptancePolicy, root_p
                 lenience=policy.lenience,
             )
         case "typical":
-            return accept_typical(
+            return sampled_rules.accept_typical(
                 tree,
                 scores.log_probs,
                 decisions,

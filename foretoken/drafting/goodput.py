@@ -22,21 +22,11 @@ import torch
 
 from foretoken.core.records import Declined, SequenceStep, StepRecord
 from foretoken.core.token_tree import MAX_NODES, PROBE, DrawKind, TokenTree
+from foretoken.drafting import host_trees
 from foretoken.drafting.acceptance import KeptAcceptance, Known, Learner
 from foretoken.drafting.base import UNBOUNDED, Allotment, Allowance, Ask, Continue
 from foretoken.drafting.costs import LONGEST, CostModel, is_little
 from foretoken.drafting.exploration import Exploration, Reading, Unread
-from foretoken.drafting.host_trees import (
-    HostMerge,
-    HostRow,
-    LookupChain,
-    continuations_of,
-    kept_tree,
-    learn_chain,
-    learn_followed,
-    read_rows,
-    scored,
-)
 from foretoken.drafting.plans import AtHand, Candidate, Costs, DraftPlan, best_depth, select_nodes, stop
 from foretoken.trees.merge import Continuation, merge_trees, prune, with_continuations
 from foretoken.trees.stopping import PathFloors
@@ -54,7 +44,7 @@ class _Answer(NamedTuple):
     """A drafter's trees, as it returned them and on the host; no rows if they have no nodes."""
 
     tree: TokenTree
-    rows: list[HostRow]
+    rows: list[host_trees.HostRow]
 
 
 class Goodput:
@@ -139,11 +129,11 @@ class Goodput:
         self._batch, self._num_prompt_tokens = batch_size, num_prompt_tokens
         self._answers: dict[int, _Answer] = {}  # in the order of arrival
         self._asked: dict[int, int] = {}  # levels
-        self._union: HostMerge | None = None  # of the answers
+        self._union: host_trees.HostMerge | None = None  # of the answers
         self._room = self._max_nodes - 1  # nodes of a tree for drawn nodes and probes
         self._united: dict[int, _Answer] = {}
         self._plan: DraftPlan | None = None
-        self._continued: list[LookupChain] = []
+        self._continued: list[host_trees.LookupChain] = []
 
     def allot(self, batch_size: int, num_prompt_tokens: int = 0) -> Allotment:
         """Asks the free drafters, or the first drafter that pays; nobody if none pays or plain decoding is measured.
@@ -328,7 +318,7 @@ class Goodput:
             known = self._known[i]
             depth = self._asked.setdefault(i, known.deepest)
             self._batch = tree.batch_size
-            rows = read_rows(tree, known.nodes) if tree.width > 1 else []
+            rows = host_trees.read_rows(tree, known.nodes) if tree.width > 1 else []
             if known.ends_early:  # where a drawn chain ends depends on what was drawn: `depth` must not
                 self._asked[i] = tree.max_depth
             self._answers[i] = _Answer(tree, rows)
@@ -341,7 +331,7 @@ class Goodput:
                 self._room -= most
             self._united[i] = self._answers[i]
             if len(self._known) > 1:
-                self._union = self._union or HostMerge([row.tokens[0] for row in rows], MAX_NODES)
+                self._union = self._union or host_trees.HostMerge([row.tokens[0] for row in rows], MAX_NODES)
                 self._union.unite(rows, i)
 
     def select(self, trees: Mapping[int, TokenTree], continued: Continue | None = None) -> TokenTree:
@@ -371,30 +361,32 @@ class Goodput:
         self._note_widths(rows, selected.kept)
         if merged is None:
             has_sources = len(self._known) > 1 or tree.source is not None
-            return kept_tree(rows, selected.kept, tree.tokens.device, has_sources=has_sources)
+            return host_trees.kept_tree(rows, selected.kept, tree.tokens.device, has_sources=has_sources)
         if not selected.is_everything:
             merged = prune(merged, torch.tensor(selected.kept, device=tree.tokens.device))
         return merged.narrowed()
 
-    def _merged_with_draws(self, continued: Continue | None) -> tuple[TokenTree, list[HostRow]]:
+    def _merged_with_draws(self, continued: Continue | None) -> tuple[TokenTree, list[host_trees.HostRow]]:
         """Merges trees that hold drawn nodes, with lookups' continuations; returns also a copy on the host."""
         # In the order of asking: whether a later drafter was asked may depend on what earlier ones drew.
-        merged, *others = (scored(answer.tree, answer.rows) for answer in self._united.values())
+        merged, *others = (host_trees.scored(answer.tree, answer.rows) for answer in self._united.values())
         if self._union is not None:
             merged = merge_trees([merged, *others], max_nodes=MAX_NODES, drafters=list(self._united))
-        rows = read_rows(merged, None)
+        rows = host_trees.read_rows(merged, None)
         chains = [] if continued is None or self._union is None else self._continuations_of(rows, continued)
         if chains:
             merged = with_continuations(merged, chains, max_nodes=MAX_NODES)
-            rows = read_rows(merged, None)
+            rows = host_trees.read_rows(merged, None)
         return merged, rows
 
-    def _continuations_of(self, rows: Sequence[HostRow], continued: Continue) -> list[Continuation]:
-        chains, continuations = continuations_of(rows, continued, [known.continuations for known in self._known])
+    def _continuations_of(self, rows: Sequence[host_trees.HostRow], continued: Continue) -> list[Continuation]:
+        chains, continuations = host_trees.continuations_of(
+            rows, continued, [known.continuations for known in self._known]
+        )
         self._continued += chains
         return continuations
 
-    def _note_widths(self, rows: Sequence[HostRow], kept: Sequence[Sequence[bool]]) -> None:
+    def _note_widths(self, rows: Sequence[host_trees.HostRow], kept: Sequence[Sequence[bool]]) -> None:
         """Counts each selected node for the first drafter that proposed it, free drafters first."""
         order = sorted(self._answers, key=lambda i: i not in self._free)
         levels = {i: [0.0] * self._known[i].deepest for i in order}
@@ -479,7 +471,7 @@ class Goodput:
             known = self._known[i]
             hits = [b for b, row in enumerate(answer.rows) if row.drafted()]
             if hits:
-                right = learn_followed(answer.rows, known.nodes, steps)
+                right = host_trees.learn_followed(answer.rows, known.nodes, steps)
                 last = [min(self._asked[i], len(steps[b].tokens)) for b in hits]
                 if known.ends_early:
                     last = [min(most, max(answer.rows[b].depths)) for most, b in zip(last, hits, strict=True)]
@@ -488,4 +480,4 @@ class Goodput:
             known.hits += _WIDTH_RATE * (len(hits) / self._batch - known.hits)
             costly |= {i} - self._free
         for each in self._continued:
-            learn_chain(self._known[each.drafter].continuations, each, steps[each.leaf.row].tokens)
+            host_trees.learn_chain(self._known[each.drafter].continuations, each, steps[each.leaf.row].tokens)

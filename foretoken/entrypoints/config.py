@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import warnings
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
@@ -233,8 +232,6 @@ _UNSET: dict[str, tuple[Any, ...]] = {
     "revision": (None,), "quantization": (None,), "use_heterogeneous_vocab": (None, False),
 }  # fmt: skip
 _MOST_DRAFTERS = 16
-# Keys with values of the last release that are gone, and what replaces them.
-_REMOVED = {"acceptance": ("kseq", "traversal"), "draft_sample_method": ("independent", "probabilistic")}
 _PREDICTION = "prediction"  # the method that drafts from predictions of requests
 _EXAMPLE = 'Expected for example "ngram", "ngram+hass", a directory, or {"method": "ngram"}.'
 _BATCH_TABLE = "num_speculative_tokens_per_batch_size"  # vLLM's name
@@ -310,24 +307,15 @@ def parse_speculative_config(
         given = parse_setup(given, target=target, reads_files=False).config
     if given is None:
         return SpeculativeConfig(options=[], policy=AcceptancePolicy())
-    config = _current(_mapping(given))
+    config = _mapping(given)
     for key, other in OTHER_KEYS.items():
         if key in config:
             other.check(f"'{key}' = {shown(config[key])}", config[key])
-    each = [config] if config.get("drafters") is None else [_current(one) for one in _drafters(config)]
+    each = [config] if config.get("drafters") is None else _drafters(config)
     control = _control(config)
     threshold = check_threshold(config.get(THRESHOLD), control)
     options = [_options(one, target, control, threshold) for one in each]
     return SpeculativeConfig(options=options, policy=_policy(config), control=control)
-
-
-def _current(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Replaces removed values of a configuration by their successors, with a warning."""
-    for key, (old, new) in _REMOVED.items():
-        if isinstance(value := config.get(key), str) and value == old:
-            warnings.warn(f"'{key}': '{old}' was removed; '{new}' replaces it", FutureWarning, stacklevel=2)
-            config = {**config, key: new}
-    return config
 
 
 def _control(config: Mapping[str, Any]) -> str | BatchTable:

@@ -9,7 +9,6 @@ import argparse
 import gc
 import logging
 import os
-import warnings
 from collections.abc import Callable, Generator, Mapping
 from collections.abc import Sequence as Seq
 from contextlib import closing, nullcontext
@@ -31,18 +30,9 @@ from foretoken.drafting.choice import choose_controller, choose_for_predictions,
 from foretoken.drafting.drafting import Drafting, joint_reads
 from foretoken.engine.loop import Engine
 from foretoken.engine.scheduler import SlotPool
+from foretoken.entrypoints import model_arguments
 from foretoken.entrypoints.config import SpeculativeConfig, parse_speculative_config
 from foretoken.entrypoints.drafter_files import attach_drafter, make_drafter
-from foretoken.entrypoints.model_arguments import (
-    check_context_len,
-    check_engine_arguments,
-    directory_of,
-    enough_memory,
-    located,
-    sampling_defaults,
-    target_model,
-    target_tokenizer,
-)
 from foretoken.entrypoints.requests import Request, RequestReader
 from foretoken.entrypoints.serving import SharedEngine
 from foretoken.entrypoints.vllm_arguments import OTHER_ARGUMENTS, check_other_arguments, read_option
@@ -108,16 +98,18 @@ class LLM(BuiltPerProcess):
         **others: Any,
     ) -> None:
         check_other_arguments(others, _PARAMETERS)
-        check_engine_arguments(locals())
+        model_arguments.check_engine_arguments(locals())
         runner = "auto" if runner == "generate" else runner
-        model = located("model", model, revision)
-        directory = directory_of(model)
+        model = model_arguments.located("model", model, revision)
+        directory = model_arguments.directory_of(model)
         config = parse_speculative_config(speculative_config, target=directory)
         config = config.located(directory if tokenizer is None else None)
-        loaded = target_model(model, dtype, device, revision, quantization, kv_cache_dtype)
-        check_context_len(max_model_len, loaded)
-        self.tokenizer = target_tokenizer(tokenizer, model, revision, tokenizer_revision)
-        self.sampling_defaults = sampling_defaults(loaded, generation_config, override_generation_config)
+        loaded = model_arguments.target_model(model, dtype, device, revision, quantization, kv_cache_dtype)
+        model_arguments.check_context_len(max_model_len, loaded)
+        self.tokenizer = model_arguments.target_tokenizer(tokenizer, model, revision, tokenizer_revision)
+        self.sampling_defaults = model_arguments.sampling_defaults(
+            loaded, generation_config, override_generation_config
+        )
 
         costs = cache(partial(pass_costs, loaded))  # by decoder
         setup = _drafter_setup(drafter, config, target=loaded, is_trusted=trust_drafter)
@@ -125,7 +117,7 @@ class LLM(BuiltPerProcess):
         num_slots, num_bytes = max_num_seqs or _DEFAULT_SEQUENCES, kv_cache_memory_bytes
         if num_bytes is None and gpu_memory_utilization is not None:
             num_bytes = share_of_free(loaded.device, gpu_memory_utilization)
-        with enough_memory(loaded, num_slots, max_model_len):
+        with model_arguments.enough_memory(loaded, num_slots, max_model_len):
             self.target = _make_runner(
                 loaded, setup, max_model_len, num_slots=num_slots, runner=runner, costs=costs,
                 kv_cache_memory_bytes=num_bytes,
@@ -144,7 +136,7 @@ class LLM(BuiltPerProcess):
             target_runner=self.target,
             measured_costs=lambda: costs(self.target.name).tree,
         )
-        with enough_memory(loaded, num_slots, max_model_len):
+        with model_arguments.enough_memory(loaded, num_slots, max_model_len):
             drafting = _attach_drafters(setup, config, self.target, self.handle)
         self._engine = Engine(
             self.target,
@@ -201,7 +193,6 @@ class LLM(BuiltPerProcess):
         sampling_params: SamplingParams | Seq[SamplingParams | None] | None = None,
         *,
         use_tqdm: bool | Callable[..., Any] = False,
-        params: SamplingParams | Seq[SamplingParams] | None = None,
         **others: Any,
     ) -> list[RequestOutput]:
         """Completes prompts. May be called from several threads at once.
@@ -215,7 +206,6 @@ class LLM(BuiltPerProcess):
                 root included.
             sampling_params: One for all prompts, or one each; None for `get_default_sampling_params()`.
             use_tqdm: Whether to show a progress bar on standard error; a callable replaces `tqdm`.
-            params: Former name of `sampling_params`.
             others: Other arguments of vLLM, at neutral values.
 
         Returns:
@@ -227,7 +217,7 @@ class LLM(BuiltPerProcess):
         if not isinstance(use_tqdm, bool) and not callable(use_tqdm):
             raise RequestError(f"use_tqdm is {shown(use_tqdm)}. Expected True, False, or what takes the place of tqdm.")
         check_other_keywords("generate", others, ("prompts", "sampling_params", "use_tqdm"))
-        requests = self._read(prompts, sampling_params, params)
+        requests = self._read(prompts, sampling_params)
         sequences = [sequence for request in requests for sequence in request.sequences]
         with _progress(use_tqdm, len(sequences)) as bar:
             for _ in self.shared.run(sequences):
@@ -240,14 +230,12 @@ class LLM(BuiltPerProcess):
         self,
         prompts: Prompt | Seq[Prompt],
         sampling_params: SamplingParams | Seq[SamplingParams | None] | None = None,
-        *,
-        params: SamplingParams | Seq[SamplingParams] | None = None,
     ) -> Generator[StreamChunk]:
         """Yields chunks of text as they become certain; arguments and errors as in `generate`.
 
         Closing the iterator ends its requests. Any thread may make other calls while it is open.
         """
-        requests = self._read(prompts, sampling_params, params)
+        requests = self._read(prompts, sampling_params)
         for request in requests:
             request.check_new_parts("stream")
         return self.chunks(requests)
@@ -313,12 +301,7 @@ class LLM(BuiltPerProcess):
         """Returns the text of token ids, special tokens included; raises `RequestError` for ids without a token."""
         return self.shared.requests.decode(token_ids)
 
-    def _read(self, prompts: Any, sampling_params: Any, params: Any) -> list[Request]:
-        if params is not None:
-            if sampling_params is not None:
-                raise RequestError("sampling_params came twice, once as params. Pass sampling_params alone.")
-            warnings.warn("params is now called sampling_params, as in vLLM", DeprecationWarning, stacklevel=3)
-            sampling_params = params
+    def _read(self, prompts: Any, sampling_params: Any) -> list[Request]:
         self.shared.check_outside()  # without a turn, so that others are served while a grammar compiles
         return self.shared.requests.read(prompts, sampling_params)
 

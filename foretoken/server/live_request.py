@@ -19,15 +19,9 @@ from starlette.responses import Response
 from foretoken.core.errors import ForetokenError, FormError, RequestError, undone_on_error
 from foretoken.engine.loop import NO_TOKEN
 from foretoken.engine.sequence import NOT_FOLLOWED
+from foretoken.server import request_fields
 from foretoken.server.answers import EchoedPrompt, Envelope, running_usage, without_tokens
 from foretoken.server.edge import ApiError, api_error, dumped, dumped_in_pieces, run_while_connected
-from foretoken.server.request_fields import (
-    UnknownFields,
-    chat_request,
-    check_booleans,
-    completion_request,
-    read_conversation,
-)
 from foretoken.server.responses import ResponseEnvelope, as_chat, told_back
 
 if TYPE_CHECKING:
@@ -105,34 +99,36 @@ class BodyReader:
     ) -> None:
         """Makes a reader; `template` is None for the tokenizer's own, `advice` ends the error about a missing one."""
         self._llm, self._model, self._template, self._advice, self._formats = llm, model, template, advice, formats
-        self._unknown, self._draft_metrics = UnknownFields(), "summary" if has_draft_metrics else "none"
+        self._unknown, self._draft_metrics = request_fields.UnknownFields(), "summary" if has_draft_metrics else "none"
         self.has_template = bool(template or getattr(llm.tokenizer, "chat_template", None))
 
     async def shape(self, path: str, body: dict[str, Any]) -> Envelope:
         """Checks a body and returns the shape of its answer; raises `ApiError` or `RequestError` for invalid fields."""
-        check_booleans(body)
+        request_fields.check_booleans(body)
         if body.get("spec_decode_metrics") is None:
             body = {**body, "spec_decode_metrics": self._draft_metrics}
         is_response = path == GENERATING["responses"]
         log, defaults = self._unknown, self._llm.sampling_defaults
         if path == GENERATING["completions"]:
-            request = await read_body(completion_request, body, log, defaults)
+            request = await read_body(request_fields.completion_request, body, log, defaults)
         else:
             chat = await read_body(as_chat, body) if is_response else body
-            talk = await read_body(read_conversation, chat)
+            talk = await read_body(request_fields.read_conversation, chat)
             prompt = await self._rendered(talk.messages, talk.form)
             form = self._formats.form(
                 await self._begun(talk, prompt["prompt"]), talk.tools, is_continued=talk.continued is not None
             )
             form_name = "text.format" if is_response else "response_format"
-            request = await read_body(chat_request, chat, log, defaults, prompt, talk.tools, form, form_name)
+            request = await read_body(
+                request_fields.chat_request, chat, log, defaults, prompt, talk.tools, form, form_name
+            )
         if not is_response:
             return Envelope(request=request, model=self._model)
         return ResponseEnvelope(request=request, model=self._model, told=await read_body(told_back, body))
 
     async def conversation(self, chat: dict[str, Any]) -> dict[str, Any]:
         """Renders the messages of a body and returns the prompt; raises as `shape` does."""
-        talk = await read_body(read_conversation, chat)
+        talk = await read_body(request_fields.read_conversation, chat)
         return await self._rendered(talk.messages, talk.form)
 
     async def _rendered(self, messages: Any, form: Mapping[str, Any]) -> dict[str, Any]:

@@ -22,21 +22,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from foretoken.core.errors import ConfigError, ModelError
-from foretoken.server.edge import (
-    CLIENT,
-    ApiError,
-    App,
-    Guards,
-    Message,
-    Receive,
-    Scope,
-    Send,
-    api_keys,
-    check_origins,
-    open_to,
-    run_while_connected,
-    send_json,
-)
+from foretoken.server import edge
 
 _ROUTER = "ray.serve.experimental.consistent_hash_router.ConsistentHashRouter"
 # Any replica with room, if the replica of the prefix has none; more than a cluster has.
@@ -168,8 +154,8 @@ _log = logging.getLogger(__name__)
 _MOST_ATTEMPTS = 4  # a choice: a request that crashes replicas cannot crash all of them
 _METRICS_SECONDS = 10.0  # for the figures of all replicas; the default timeout of Prometheus
 _RETRY = {"Retry-After": "1"}
-_NONE_COULD_SERVE = ApiError("No replica could serve the request. Send it again.", status=503, headers=_RETRY)
-_TOO_MANY_WAIT = ApiError("Too many requests wait.", status=429, code="queue_full", headers=_RETRY)
+_NONE_COULD_SERVE = edge.ApiError("No replica could serve the request. Send it again.", status=503, headers=_RETRY)
+_TOO_MANY_WAIT = edge.ApiError("Too many requests wait.", status=429, code="queue_full", headers=_RETRY)
 
 
 class _Stopped(Exception):
@@ -183,28 +169,28 @@ class Front:
         """Reads the API keys; raises `ConfigError` when an API key or an allowed origin is invalid."""
         from ray import exceptions
 
-        check_origins(arguments.allowed_origins)
+        edge.check_origins(arguments.allowed_origins)
         self._replicas, self._length, self._origins = replicas, arguments.prefix_characters, arguments.allowed_origins
-        self._keys = api_keys(None if arguments.api_key_file is None else Path(arguments.api_key_file))
+        self._keys = edge.api_keys(None if arguments.api_key_file is None else Path(arguments.api_key_file))
         self._lost = exceptions.RayActorError, exceptions.ObjectLostError, exceptions.WorkerCrashedError
 
     def __serve_build_asgi_app__(self) -> Any:
         from starlette.applications import Starlette
         from starlette.routing import Mount
 
-        guarded = Guards(self._serve, api_keys=self._keys, refused=lambda _: None)
-        return Starlette(routes=[Mount("/", app=open_to(self._origins, guarded))])
+        guarded = edge.Guards(self._serve, api_keys=self._keys, refused=lambda _: None)
+        return Starlette(routes=[Mount("/", app=edge.open_to(self._origins, guarded))])
 
-    async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _serve(self, scope: edge.Scope, receive: edge.Receive, send: edge.Send) -> None:
         """Answers one request; its body comes in one message."""
         body = (await receive()).get("body", b"")
         is_page = scope["path"] == "/metrics"
         answer = self._page(send) if is_page else self._answered(portable_scope(scope), body, send)
-        answering = await run_while_connected(answer, receive)
+        answering = await edge.run_while_connected(answer, receive)
         if not answering.cancelled():
             answering.result()
 
-    async def _page(self, send: Send) -> None:
+    async def _page(self, send: edge.Send) -> None:
         response = self._replicas.broadcast("metrics_page")
         pages = await response.results_async(timeout_s=_METRICS_SECONDS, return_exceptions=True)
         page = merged_pages(page for page in pages if isinstance(page, str)).encode()
@@ -212,14 +198,14 @@ class Front:
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         await send({"type": "http.response.body", "body": page})
 
-    async def _answered(self, scope: dict[str, Any], body: bytes, send: Send) -> None:
+    async def _answered(self, scope: dict[str, Any], body: bytes, send: edge.Send) -> None:
         """Forwards the answer of a replica; holds the status until the first part of the body, to be able to retry."""
         from ray.exceptions import RayError
         from ray.serve.exceptions import BackPressureError, RayServeException
 
         key, error = prefix_key(body, self._length) or uuid.uuid4().hex, _NONE_COULD_SERVE
         for attempt in range(_MOST_ATTEMPTS):
-            held: list[Message] = []
+            held: list[edge.Message] = []
             has_begun = False
             try:
                 async with aclosing(self._messages(key, scope, body)) as messages:
@@ -245,9 +231,9 @@ class Front:
             except (RayError, RayServeException):
                 _log.exception("a request could not be served")
                 break
-        await send_json(send, error.body, error.status, error.headers)
+        await edge.send_json(send, error.body, error.status, error.headers)
 
-    async def _messages(self, key: str, scope: dict[str, Any], body: bytes) -> AsyncGenerator[Message]:
+    async def _messages(self, key: str, scope: dict[str, Any], body: bytes) -> AsyncGenerator[edge.Message]:
         """Yields the messages of the replica for this key; tells the replica if the reader stops."""
         handle = self._replicas.options(stream=True, method_name="answer", session_id=key)
         response = handle.remote(scope, body)
@@ -257,8 +243,8 @@ class Front:
         finally:
             response.cancel()
 
-    async def _break_off(self, path: str, send: Send) -> None:
-        error = ApiError("The server that wrote this answer ended. Send the request again.", status=503)
+    async def _break_off(self, path: str, send: edge.Send) -> None:
+        error = edge.ApiError("The server that wrote this answer ended. Send the request again.", status=503)
         told, name = error.body, ""
         if path.endswith("/responses"):
             told, name = {"type": "error", "code": "server_error", "message": error.message, "param": None}, "error"
@@ -298,7 +284,17 @@ def _beginning(asked: dict[str, Any], length: int) -> Any:
     return prompt[:length] if isinstance(prompt, str | list) else None
 
 
-_PASSED_ON = ("http_version", "method", "scheme", "path", "raw_path", "root_path", "query_string", "headers", CLIENT)
+_PASSED_ON = (
+    "http_version",
+    "method",
+    "scheme",
+    "path",
+    "raw_path",
+    "root_path",
+    "query_string",
+    "headers",
+    edge.CLIENT,
+)
 
 
 def portable_scope(scope: Mapping[str, Any]) -> dict[str, Any]:
@@ -306,13 +302,13 @@ def portable_scope(scope: Mapping[str, Any]) -> dict[str, Any]:
     return {"type": "http", **{key: scope[key] for key in _PASSED_ON if key in scope}}
 
 
-async def answer_messages(app: App, scope: dict[str, Any], body: bytes) -> AsyncGenerator[Message]:
+async def answer_messages(app: edge.App, scope: dict[str, Any], body: bytes) -> AsyncGenerator[edge.Message]:
     """Yields an application's messages; closing the iterator tells it that the client disconnected."""
-    sent: asyncio.Queue[Message | None] = asyncio.Queue()
-    given: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+    sent: asyncio.Queue[edge.Message | None] = asyncio.Queue()
+    given: list[edge.Message] = [{"type": "http.request", "body": body, "more_body": False}]
     gone = asyncio.Event()
 
-    async def receive() -> Message:
+    async def receive() -> edge.Message:
         if given:
             return given.pop()
         await gone.wait()

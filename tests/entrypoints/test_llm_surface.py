@@ -400,14 +400,6 @@ def test_numpy_integers_are_token_ids(engine: LLM) -> None:
     assert texts(engine.generate([torch.tensor([5, 6], dtype=torch.int16)], GREEDY)) == want
 
 
-def test_the_former_name_of_the_parameters_works_with_a_warning(engine: LLM) -> None:
-    want = texts(engine.generate([5], GREEDY))
-    with pytest.warns(DeprecationWarning, match="params is now called sampling_params"):
-        assert texts(engine.generate([5], params=GREEDY)) == want
-    with pytest.raises(RequestError, match="sampling_params came twice"):
-        engine.generate([5], GREEDY, params=GREEDY)
-
-
 def test_a_seed_of_numpy_is_a_seed() -> None:
     params = SamplingParams(max_tokens=12)
     assert texts(llm({}, seed=np.int64(4)).generate([5], params)) == texts(llm({}, seed=4).generate([5], params))

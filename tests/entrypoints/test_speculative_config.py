@@ -246,14 +246,6 @@ def test_acceptance_rules(keys: dict[str, Any], rule: str) -> None:
         assert getattr(policy, key) == keys.get(key, getattr(AcceptancePolicy(), key))
 
 
-def test_removed_values_work_with_a_warning() -> None:
-    with pytest.warns(FutureWarning, match="'acceptance': 'kseq' was removed; 'traversal' replaces it"):
-        assert parse(method="ngram", acceptance="kseq").policy.rule == "traversal"
-    with pytest.warns(FutureWarning, match="'independent' was removed; 'probabilistic' replaces it"):
-        config = parse(method="draft_model", model="/x", draft_sample_method="independent")
-    assert config.options[0].model_dump()["draft_sample_method"] == "probabilistic"
-
-
 @pytest.mark.parametrize("key", ["lenience", "posterior_threshold", "posterior_alpha"])
 @pytest.mark.parametrize("value", [0, 0.0, -0.1, 1.5, float("nan"), True, "0.5", None, np.float32(2)], ids=repr)
 def test_ranges_of_acceptance_options_are_those_of_the_policy(key: str, value: Any) -> None:
