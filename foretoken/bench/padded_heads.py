@@ -7,16 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from foretoken.bench.padding import (
-    NORM,
-    READS,
-    READS_LAST,
-    SAME,
-    WRITES,
-    WRITES_LAST,
-    Padding,
-    Rule,
-)
+from foretoken.bench.padding import NORM, READS, READS_LAST, SAME, WRITES, WRITES_LAST, Padding, Rule
 from foretoken.core.errors import ConfigError
 from foretoken.heads.falcon import NUM_LAYERS
 from foretoken.heads.spire import SpireConfig

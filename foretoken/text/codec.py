@@ -2,7 +2,6 @@
 
 import json
 import sys
-from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
@@ -233,13 +232,6 @@ class Detokenizer:
         self._prefix = self._read = len(self._tokens)
         self.text += rest
         return rest
-
-    def token_of(self, character: int) -> int:
-        """Returns the index of a character's token; the last token for held-back text.
-
-        If several tokens make one character, it belongs to the last of them.
-        """
-        return min(bisect_right(self.ends, character), len(self.ends) - 1)
 
     def parts(self, text: str) -> list[str]:
         """Splits a text, which a stop string may have cut, by token; returns one part for each token."""

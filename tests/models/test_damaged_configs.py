@@ -9,16 +9,7 @@ from typing import Any
 import pytest
 import torch
 from limits import limit_memory
-from model_files import (
-    MISSING,
-    damage,
-    damages,
-    edit_config,
-    edit_weights,
-    outcome,
-    refusal,
-    saved,
-)
+from model_files import MISSING, damage, damages, edit_config, edit_weights, outcome, refusal, saved
 
 from foretoken import LLM, SamplingParams
 from foretoken.core.checks import shown

@@ -6,15 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from slow_processors import (
-    VOCAB,
-    Situation,
-    as_tensors,
-    probabilities,
-    processed,
-    random_logits,
-    situations,
-)
+from slow_processors import VOCAB, Situation, as_tensors, probabilities, processed, random_logits, situations
 
 from foretoken.core.sampling_params import SamplingParams
 from foretoken.sampling.batch import (

@@ -22,13 +22,7 @@ from foretoken.formats import native
 from foretoken.formats.checkpoint import HeadCheckpoint, TargetFingerprint
 from foretoken.models.parts import target_parts
 from foretoken.runner.runner import Runner
-from foretoken.training.doctor.checks import (
-    Check,
-    check_agreement,
-    check_trained,
-    check_values,
-    fresh_head,
-)
+from foretoken.training.doctor.checks import Check, check_agreement, check_trained, check_values, fresh_head
 from foretoken.training.doctor.examine import (
     DraftingFigures,
     Examination,
@@ -37,15 +31,7 @@ from foretoken.training.doctor.examine import (
     examine,
     examine_training,
 )
-from foretoken.training.doctor.readings import (
-    EARLIER,
-    IN_PLACE,
-    LATER,
-    NORMED_TWICE,
-    PRE_NORM,
-    SHIFTS,
-    Agreement,
-)
+from foretoken.training.doctor.readings import EARLIER, IN_PLACE, LATER, NORMED_TWICE, PRE_NORM, SHIFTS, Agreement
 from foretoken.training.objectives import head_config
 from foretoken.training.teacher import Teacher
 
