@@ -1,23 +1,29 @@
-"""Reads the head for multi-token prediction out of the files of its target: Qwen3.5, `mtp.*`.
+"""Reads the head for multi-token prediction out of the files of its target: Qwen3.5 and Qwen3-Next, `mtp.*`.
 
 Such files are a model, which `holds_head` does not take for a head; `holds_own_head` does. `foretoken convert TARGET
-TARGET-mtp` writes the head alone, in our own format.
+TARGET-mtp` writes the head alone, in our own format. GGUF files of the targets have the same tensors under other names.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from foretoken.core.errors import ModelError
 from foretoken.formats import conversion
 from foretoken.formats.conversion import Format, Place
+from foretoken.formats.files import HeadFiles, Weights
 from foretoken.heads.mtp import MtpConfig, MtpLayerConfig
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from foretoken.formats.checkpoint import HeadCheckpoint, TargetInfo
-    from foretoken.formats.files import HeadFiles
 
 _PREFIX, _LAYER = "mtp.", "mtp.layers.0"
+_MLP = f"{_LAYER}.mlp"
+_GATE_UP = f"{_MLP}.experts.gate_up_proj"
+_OF_EXPERTS = ("num_experts", "num_experts_per_tok", "moe_intermediate_size")
 
 
 def _recognises(files: HeadFiles) -> bool:
@@ -26,10 +32,9 @@ def _recognises(files: HeadFiles) -> bool:
 
 def _read_head(files: HeadFiles, target: TargetInfo) -> HeadCheckpoint:
     name = str(files.path)
-    weights = files.weights.renamed(lambda key: key if key.startswith(_PREFIX) else None)
+    weights = _with_halves(files.weights.renamed(lambda key: key if key.startswith(_PREFIX) else None))
     stated: Any = files.config.get("text_config") or files.config
-    if any(".experts." in key for key in weights.shapes):
-        raise ModelError(f"the head for multi-token prediction of '{name}' has experts. Expected one of a dense model.")
+    has_experts = any(key.startswith(f"{_MLP}.experts.") for key in weights.shapes)
     if any(key.startswith("mtp.layers.1.") for key in weights.shapes):
         raise ModelError(f"the head for multi-token prediction of '{name}' has several blocks. Expected one.")
     rotation = stated.get("rope_parameters") or stated.get("rope_scaling") or {}
@@ -43,7 +48,9 @@ def _read_head(files: HeadFiles, target: TargetInfo) -> HeadCheckpoint:
             num_attention_heads=stated["num_attention_heads"],
             num_key_value_heads=stated["num_key_value_heads"],
             head_dim=stated["head_dim"],
-            intermediate_size=stated["intermediate_size"],
+            intermediate_size=stated["shared_expert_intermediate_size" if has_experts else "intermediate_size"],
+            **({key: stated[key] for key in _OF_EXPERTS} if has_experts else {}),
+            norm_topk_prob=stated.get("norm_topk_prob", True),
             rms_norm_eps=stated["rms_norm_eps"],
             rope_theta=rotation.get("rope_theta", stated.get("rope_theta", 10000.0)),
             rotary_dim=int(stated["head_dim"] * share),
@@ -53,10 +60,26 @@ def _read_head(files: HeadFiles, target: TargetInfo) -> HeadCheckpoint:
         )
     except KeyError as err:
         raise ModelError(f"the config.json of '{name}' lacks {err}. Expected that of Qwen3.5. Copy it again.") from err
-    return conversion.finished(files, sizes, conversion.read_tensors(weights, _table(), sizes), target)
+    table = _table(layer.num_experts, are_joined=_GATE_UP in weights.shapes)
+    return conversion.finished(files, sizes, conversion.read_tensors(weights, table, sizes), target)
 
 
-def _table() -> dict[str, Place]:
+def _with_halves(weights: Weights) -> Weights:
+    """Returns the tensors with those of gate and up of all experts as (X, 2, J, E) instead of (X, 2 J, E)."""
+    shape = weights.shapes.get(_GATE_UP, ())
+    if len(shape) != 3 or shape[1] % 2:
+        return weights
+
+    def fetch(keys: Iterable[str]) -> dict[str, Tensor]:
+        found = weights.fetch(keys)
+        return {key: part.unflatten(1, (2, -1)) if key == _GATE_UP else part for key, part in found.items()}
+
+    halves = (shape[0], 2, shape[1] // 2, shape[2])
+    return Weights(name=weights.name, shapes={**weights.shapes, _GATE_UP: halves}, fetch=fetch)
+
+
+def _table(num_experts: int, *, are_joined: bool) -> dict[str, Place]:
+    """Returns the places of tensors; are_joined: whether one tensor has gate and up of all experts."""
     places = conversion.layer_table(_LAYER, "layer") | {f"{_LAYER}.input_layernorm.weight": Place("layer.input_norm")}
     places |= {f"{_LAYER}.self_attn.{part[0]}_norm.weight": Place(f"layer.{part}_norm") for part in ("query", "key")}
     places |= {
@@ -65,6 +88,20 @@ def _table() -> dict[str, Place]:
         "mtp.pre_fc_norm_hidden.weight": Place("feature_norm"),
         "mtp.norm.weight": Place("norm"),
     }
+    if not num_experts:
+        return places
+    for part in ("gate_proj", "up_proj", "down_proj"):
+        places[f"{_MLP}.shared_expert.{part}.weight"] = places.pop(f"{_MLP}.{part}.weight")
+    places[f"{_MLP}.gate.weight"] = Place("layer.router")
+    places[f"{_MLP}.shared_expert_gate.weight"] = Place("layer.shared_gate")
+    if are_joined:
+        joined = {_GATE_UP: Place("layer.experts_gate_up"), f"{_MLP}.experts.down_proj": Place("layer.experts_down")}
+        return places | joined
+    for expert in range(num_experts):
+        at = f"{_MLP}.experts.{expert}"
+        places |= {f"{at}.{part}.weight": Place("layer.experts_gate_up", (expert, index))
+                   for index, part in enumerate(("gate_proj", "up_proj"))}  # fmt: skip
+        places[f"{at}.down_proj.weight"] = Place("layer.experts_down", (expert,))
     return places
 
 

@@ -174,9 +174,12 @@ class DecoderLayer(nn.Module):
 
     def finished(self, inputs: Tensor, mixed: Tensor) -> Tensor:
         """Returns (B, T, E), the block after attention, of (B, T, E) inputs and (B, T, H, Dh) mixed values."""
-        x = inputs + self.o_proj(mixed.flatten(2))
-        inner = self.normed(x, self.post_attention_norm)
-        result: Tensor = x + self.down_proj(silu(self.gate_proj(inner)) * self.up_proj(inner))
+        x: Tensor = inputs + self.o_proj(mixed.flatten(2))
+        return x + self.fed_forward(self.normed(x, self.post_attention_norm))
+
+    def fed_forward(self, x: Tensor) -> Tensor:
+        """Returns (B, T, E), the outputs of the feed-forward layer."""
+        result: Tensor = self.down_proj(silu(self.gate_proj(x)) * self.up_proj(x))
         return result
 
     def normed(self, x: Tensor, weight: Tensor) -> Tensor:

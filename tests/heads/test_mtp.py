@@ -1,4 +1,4 @@
-"""The head for multi-token prediction of Qwen3.5: against the blocks of transformers, and from the target's files."""
+"""Heads for multi-token prediction of Qwen3.5 and Qwen3-Next: against transformers' blocks, from the target's files."""
 
 from functools import cache
 from pathlib import Path
@@ -7,11 +7,13 @@ from typing import Any
 import pytest
 import torch
 from end_to_end.same_text import assert_same_text
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from tiny_models import tiny_model
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5DecoderLayer, Qwen3_5RMSNorm, Qwen3_5TextRotaryEmbedding
+from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import Qwen3_5MoeDecoderLayer
+from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextDecoderLayer, Qwen3NextRotaryEmbedding
 
 from foretoken import LLM, SamplingParams
 from foretoken.core.errors import ConfigError, ModelError
@@ -28,21 +30,28 @@ from foretoken.training.teacher import Teacher
 
 PROMPTS = [[5], [7, 8, 9] * 4, [40, 3, 12, 9, 61, 17], list(range(3, 20))]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
+ARCHITECTURES: dict[str, Any] = {
+    "qwen3_5": (Qwen3_5DecoderLayer, Qwen3_5TextRotaryEmbedding),
+    "qwen3_5_moe": (Qwen3_5MoeDecoderLayer, Qwen3_5TextRotaryEmbedding),
+    "qwen3_next": (Qwen3NextDecoderLayer, Qwen3NextRotaryEmbedding),
+}
 PARAMS = [GREEDY] * 4 + [SamplingParams(temperature=0.8, seed=3, max_tokens=24, ignore_eos=True)] * 4
 
 
 class Reference(nn.Module):
     """As the files have it; its block is that of transformers."""
 
-    def __init__(self, config: Any) -> None:
+    def __init__(self, architecture: str) -> None:
         super().__init__()
+        config, (block, rotary) = tiny_model(architecture).config, ARCHITECTURES[architecture]
+        config._attn_implementation = "eager"
         width = config.hidden_size
         self.fc = nn.Linear(2 * width, width, bias=False)
-        self.layers = nn.ModuleList([Qwen3_5DecoderLayer(config, config.layer_types.index("full_attention"))])
+        self.layers = nn.ModuleList([block(config, config.layer_types.index("full_attention"))])
         self.norm, self.pre_fc_norm_embedding, self.pre_fc_norm_hidden = (
             Qwen3_5RMSNorm(width, config.rms_norm_eps) for _ in range(3)
         )
-        self.rotary = Qwen3_5TextRotaryEmbedding(config)
+        self.rotary = rotary(config)
 
     def forward(self, embedded: Tensor, states: Tensor) -> Tensor:
         """(1, T, W), the next states of pairs at positions 0 to T - 1."""
@@ -56,20 +65,18 @@ class Reference(nn.Module):
 
 
 @cache
-def reference() -> Reference:
+def reference(architecture: str = "qwen3_5") -> Reference:
     torch.manual_seed(3)
-    config = tiny_model("qwen3_5").config
-    config._attn_implementation = "eager"
-    made = Reference(config)
+    made = Reference(architecture)
     with torch.no_grad():
         for name, parameter in made.named_parameters():
             parameter.normal_(std=0.3 if "norm" in name else 0.2)
     return made.eval()
 
 
-def save(directory: Path, module: Reference, **more: Tensor) -> Path:
+def save(directory: Path, module: Reference, architecture: str = "qwen3_5", **more: Tensor) -> Path:
     """A checkpoint of the target, with the head's tensors in a file of their own."""
-    tiny_model("qwen3_5").save_pretrained(directory)
+    tiny_model(architecture).save_pretrained(directory)
     tensors = {f"mtp.{name}": part.detach().clone() for name, part in module.named_parameters()}
     save_file(tensors | more, directory / "mtp.safetensors")
     return directory
@@ -80,29 +87,32 @@ def files(tmp_path: Path) -> Path:
     return save(tmp_path / "target", reference())
 
 
-def test_each_step_equals_the_blocks_of_transformers(files: Path) -> None:
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_each_step_equals_the_blocks_of_transformers(architecture: str, tmp_path: Path) -> None:
     """The first step of all positions, and the later ones of each draft, which read the head's own states."""
-    head = read_head(files)[1].module()
-    parts = target_parts(wrap_model(tiny_model("qwen3_5"), name="tiny"))
+    head = read_head(save(tmp_path, reference(architecture), architecture))[1].module()
+    parts = target_parts(wrap_model(tiny_model(architecture), name="tiny"))
+    block = reference(architecture)
     tokens = torch.arange(3, 15).unsqueeze(0)
     features = torch.randn(1, 12, 32, generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         found = list(head.teacher_forced(features, tokens, parts))
         embedded = parts.embed(tokens.roll(-1, 1))
         assert len(found) == 7
-        torch.testing.assert_close(found[0][:, :-1], reference()(embedded, features)[:, :-1], rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(found[0][:, :-1], block(embedded, features)[:, :-1], rtol=1e-4, atol=1e-4)
         for begin in (1, 4, 6):
             states, own = features[:, : begin + 1], embedded[:, : begin + 1]
             for step in range(4):
-                state = reference()(own, states)[:, -1:]
+                state = block(own, states)[:, -1:]
                 torch.testing.assert_close(found[step][:, begin : begin + 1], state, rtol=1e-4, atol=1e-4)
                 states = torch.cat([states, state], dim=1)
                 own = torch.cat([own, embedded[:, begin + step + 1 : begin + step + 2]], dim=1)
 
 
 @pytest.mark.parametrize("backend", ["native", "torch"])
-def test_the_block_in_drafts_is_that_of_training(files: Path, backend: Any) -> None:
-    layer: Any = read_head(files)[1].module().layer
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_the_block_in_drafts_is_that_of_training(architecture: str, tmp_path: Path, backend: Any) -> None:
+    layer: Any = read_head(save(tmp_path, reference(architecture), architecture))[1].module().layer
     stack = BlockStack(layer.as_blocks(32), num_slots=1, num_positions=32, capacity=32, backend=backend)
     inputs = torch.randn(9, 32, generator=torch.Generator().manual_seed(1))
     work = Pass.of_chains([[0] * 9], slots=[0], prefix_lens=[0])
@@ -147,11 +157,33 @@ def test_targets_without_a_head_are_named(tmp_path: Path) -> None:
 def test_heads_that_are_not_served_are_named(tmp_path: Path) -> None:
     for wrong, error in (
         ({"mtp.layers.1.mlp.up_proj.weight": torch.zeros(2, 2)}, "has several blocks"),
-        ({"mtp.layers.0.mlp.experts.up_proj": torch.zeros(2, 2)}, "has experts"),
+        ({"mtp.layers.0.mlp.experts.up_proj": torch.zeros(2, 2)}, "lacks 'shared_expert_intermediate_size'"),
         ({"mtp.other": torch.zeros(2)}, "unexpected"),
     ):
         with pytest.raises(ModelError, match=error):
             read_head(save(tmp_path / "wrong", reference(), **wrong))
+
+
+def test_experts_in_tensors_of_their_own(tmp_path: Path) -> None:
+    """As Qwen3-Next has them; they are the same head. A native call drafts with it, and changes no text."""
+    joined, apart = tmp_path / "joined", tmp_path / "apart"
+    save(joined, reference("qwen3_5_moe"), "qwen3_5_moe")
+    save(apart, reference("qwen3_5_moe"), "qwen3_5_moe")
+    tensors, at = load_file(apart / "mtp.safetensors"), "mtp.layers.0.mlp.experts"
+    gate_up, down = tensors.pop(f"{at}.gate_up_proj"), tensors.pop(f"{at}.down_proj")
+    for expert, both in enumerate(gate_up):
+        parts = {"gate_proj": both[: len(both) // 2], "up_proj": both[len(both) // 2 :], "down_proj": down[expert]}
+        tensors |= {f"{at}.{expert}.{name}.weight": part.contiguous() for name, part in parts.items()}
+    save_file(tensors, apart / "mtp.safetensors")
+    ours, theirs = (read_head(place)[1].weights for place in (joined, apart))
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[key], theirs[key]) for key in ours)
+    texts = []
+    for config in (None, {"method": "mtp", "tree": "chain", "num_speculative_tokens": 2}):
+        llm = LLM(str(apart), max_num_seqs=4, speculative_config=config)
+        texts.append([each.outputs[0].token_ids for each in llm.generate(PROMPTS, GREEDY)])
+    assert llm.drafters[0]._whole_drafts is not None
+    assert texts[0] == texts[1]
 
 
 @cache

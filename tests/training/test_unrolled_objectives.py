@@ -28,6 +28,8 @@ TOKEN_MAP = torch.tensor([1, 2, 4, 5, 7, 8, 11, 12])
 EAGLE = EagleConfig(hidden_size=E, vocab_size=V, layer=LAYER, num_steps=K)
 EAGLE3 = Eagle3Config(hidden_size=E, vocab_size=V, layer=LAYER, num_steps=K, boundaries=(1, 2, 4))
 MTP = MtpConfig(hidden_size=E, vocab_size=V, num_steps=K, layer=MtpLayerConfig(**LAYER.model_dump(), rotary_dim=2))
+EXPERTS = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 6}
+MIXTURE = MTP.model_copy(update={"layer": MtpLayerConfig(**MTP.layer.model_dump() | EXPERTS)})
 PARTIAL = EAGLE3.model_copy(update={"draft_vocab_size": len(TOKEN_MAP)})
 
 ANCHORED = WindowPositions(torch.tensor([[0], [4]]), torch.tensor([[5], [700]]))
@@ -41,6 +43,7 @@ CASES: dict[str, tuple[AutoregressiveConfig, Objective]] = {
     "eagle3, part of the vocabulary": (PARTIAL, Eagle3Objective()),
     "eagle3, part of the vocabulary and the text": (PARTIAL, Eagle3Objective(ce_weight=0.5, passes=2)),
     "mtp": (MTP, MtpObjective()),
+    "mtp with experts": (MIXTURE, MtpObjective()),
     "mtp, the text alone": (MTP, MtpObjective(kl_weight=0.0, ce_weight=1.0)),
 }
 TAUGHT = {"hass, part of the vocabulary": TOKEN_MAP}  # tokens that the shared LM head has rows of
