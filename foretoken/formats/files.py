@@ -126,10 +126,13 @@ class HeadFiles:
     config: Mapping[str, Any]
     ranks: Mapping[int, Weights] = field(default_factory=dict)
     _files: tuple[Path, ...] = ()
+    _opened: Weights | None = None
 
     @cached_property
     def weights(self) -> Weights:
-        """All tensors; those of rank 0 if there are ranks."""
+        """All tensors; those of rank 0 if there are ranks, those of the head alone in a GGUF file."""
+        if self._opened is not None:
+            return self._opened
         if self.ranks:
             return self.ranks[min(self.ranks)]
         return _merged(str(self.path), [open_weights(file) for file in self._files])
@@ -143,11 +146,26 @@ def open_files(path: Path) -> HeadFiles:
     config_path = directory / "config.json"
     config = read_json_object(config_path) if config_path.exists() else {}
     if path.is_file():
-        return HeadFiles(path, config, _files=(path,))
+        return _own_head(path) if is_gguf(path) else HeadFiles(path, config, _files=(path,))
     ranked = {int(match[1]): file for file in directory.iterdir() if (match := _RANK.fullmatch(file.name))}
     if ranked:
         return HeadFiles(path, config, ranks={rank: open_weights(ranked[rank]) for rank in sorted(ranked)})
     return HeadFiles(path, config, _files=tuple(_weight_files(directory)))
+
+
+def _own_head(path: Path) -> HeadFiles:
+    """Returns the head for multi-token prediction in a GGUF file of its target, as checkpoints have it."""
+    from foretoken.models.stored.gguf_next_tokens import FurtherTokens
+
+    found = FurtherTokens.of_file(path)
+    if found is None:
+        raise ModelError(f"'{path}' is a GGUF file, which holds a model. Expected the weights of a draft head.")
+
+    def fetch(keys: Iterable[str]) -> dict[str, Tensor]:
+        return {key: found.tensor(key) for key in keys}
+
+    opened = Weights(name=str(path), shapes=found.shapes, fetch=fetch)
+    return HeadFiles(path, found.settings.fields, _opened=opened)
 
 
 def holds_pickles(directory: Path) -> bool:

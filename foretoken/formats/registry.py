@@ -89,7 +89,7 @@ def holds_head(path: Path) -> bool:
 
 def holds_own_head(model: Path, method: str) -> bool:
     """Decides whether the files of a model hold a head of a method too, for `read_head`."""
-    if method != MODELS_OWN or not any(model.glob("*.safetensors")):
+    if method != MODELS_OWN or not (is_gguf(model) or any(model.glob("*.safetensors"))):
         return False
     try:
         form = format_of(open_files(model))

@@ -15,6 +15,7 @@ from tiny_models import random_model, tiny_config
 from transformers import AutoModelForCausalLM
 
 from foretoken import LLM, SamplingParams
+from foretoken.formats.registry import holds_head, holds_own_head, read_head
 from foretoken.models.loading import load_model
 from foretoken.models.stored.gguf import open_gguf
 from foretoken.models.stored.gguf_file import read_gguf
@@ -213,20 +214,44 @@ def test_recurrent_layers_may_be_named_one_by_one(path: Path) -> None:
     same_logits(path, model)
 
 
-def test_layers_for_further_tokens_are_left_out(path: Path) -> None:
-    """Their block has attention, and tensors of its own."""
-    model = written(path, "qwen35", Type.Q8_0)
-    config = model.config
-    longer = random_model(tiny_config("qwen3_5", **SMALL | MODELS["qwen35"][1] | {
+@pytest.mark.parametrize("name", ["qwen35", "qwen35 with experts"])
+def test_layers_for_further_tokens_are_a_head(path: Path, name: str) -> None:
+    """The model is read without them. Their block has attention, and tensors of its own."""
+    model = written(path, name, Type.Q8_0)
+    config, (architecture, changes) = model.config, MODELS[name]
+    longer = random_model(tiny_config(architecture, **SMALL | changes | {
         "num_hidden_layers": 4, "layer_types": [*_TYPES, "full_attention"],
     }))  # fmt: skip
+    own = {"eh_proj": (64, 128), "enorm": (64,), "hnorm": (64,), "shared_head_norm": (64,)}
+    made = {name: torch.randn(shape).numpy() for name, shape in own.items()}
+
+    def add_own(writer: GGUFWriter) -> None:
+        for part, values in made.items():
+            writer.add_tensor(f"blk.3.nextn.{part}.weight", values)
+
     longer.load_state_dict(model.state_dict(), strict=False)
     values = {
         "nextn_predict_layers": 1, "block_count": 4, "attention.recurrent_layers": [True, False, True, False],
     }  # fmt: skip
-    write_hybrid(path, longer, matrices=Type.Q8_0, values=values)
+    write_hybrid(path, longer, matrices=Type.Q8_0, values=values, adds=[add_own])
     assert open_gguf(path).config.layer_types == config.layer_types
     same_logits(path, model)
+    assert holds_own_head(path, "mtp")
+    assert not holds_head(path)
+    head: Any = read_head(path)[1].module()
+    ours = zip((head.fc.weight, head.embedding_norm, head.feature_norm, head.norm), made.items(), strict=True)
+    for found, (part, stored) in ours:
+        torch.testing.assert_close(found, torch.from_numpy(stored) - float(part != "eh_proj"))
+    x, block = torch.randn(1, 5, 64), longer.model.layers[3]
+    positions = longer.model.rotary_emb(x, torch.arange(5).unsqueeze(0))
+    mask = torch.full((5, 5), float("-inf")).triu(1)[None, None]
+    theirs = block(x, position_embeddings=positions, attention_mask=mask)
+    torch.testing.assert_close(head.layer(x), theirs, rtol=1e-4, atol=1e-5)
+    prompts, params = [[5, 6, 7], [9] * 12], SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+    configs: list[Any] = [None, {"method": "mtp", "num_speculative_tokens": 2, "control": "fixed"}]
+    plain, drafted = (LLM(str(path), speculative_config=each).generate(prompts, params) for each in configs)
+    assert [each.outputs[0].token_ids for each in drafted] == [each.outputs[0].token_ids for each in plain]
+    assert drafted[0].metrics.num_drafted > 0
 
 
 def test_what_a_file_leaves_out_is_as_llama_cpp_takes_it(path: Path) -> None:

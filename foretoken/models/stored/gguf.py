@@ -90,7 +90,7 @@ def stored_model(settings: Settings) -> StoredModel:
         return parts[0] if order is None else replace(parts[0], input_order=order.argsort().int())
 
     def dense(dtype: torch.dtype) -> dict[str, Tensor]:
-        tensors = {key: _restored(settings, name).to(dtype) for key, name in names.items() if key not in kept}
+        tensors = {key: restored(settings, name).to(dtype) for key, name in names.items() if key not in kept}
         for linear in halves.keys() - in_integers.keys():
             both, order = torch.cat([tensors.pop(key) for key in halves[linear]]), joined_order(settings.fields, linear)
             tensors[f"{linear}.weight"] = both if order is None else both[order]
@@ -148,7 +148,7 @@ def _label(file: GgufFile, names: Iterable[str]) -> str:
     return f"GGUF, {' and '.join(sorted(types))}"
 
 
-def _restored(settings: Settings, name: str) -> Tensor:
+def restored(settings: Settings, name: str) -> Tensor:
     """Returns a tensor with transformers' values, rows and columns."""
     tensor, offset = settings.file.dense(name, settings.row_order(name)), settings.architecture.norm_offset
     if offset and name.endswith("norm.weight") and not name.endswith(".ssm_norm.weight"):
@@ -177,7 +177,7 @@ def _tensor_names(file: GgufFile, architecture: GgufArchitecture) -> dict[str, s
     for name in file.tensors:
         if name in (ROPE_FACTORS, *LONG_ROPE_FACTORS):
             continue
-        key = _key(name, architecture)
+        key = key_of(name, architecture)
         if key is None or key in names:
             unknown.append(name)
         else:
@@ -190,7 +190,7 @@ def _tensor_names(file: GgufFile, architecture: GgufArchitecture) -> dict[str, s
     return names
 
 
-def _key(name: str, architecture: GgufArchitecture) -> str | None:
+def key_of(name: str, architecture: GgufArchitecture) -> str | None:
     """Returns the name in transformers of a file's tensor, None for an unknown one."""
     match = BLOCK.fullmatch(name)
     if match and match[2] in architecture.own_weights:
