@@ -440,10 +440,11 @@ void multiply_between(const Matrix& matrix, const Inputs<T>& x, int64_t M, int64
   const bool come_from_memory = matrix.pass_bytes > last_cache_bytes(), are_lost = come_from_memory && fetches_nearest_fast();
   const bool stay_near = M == 1 ? kRowsOfOne * row <= 2 * nearest_bytes() : kRows * kPart * kBytes <= nearest_bytes();
   const Into into = M > kFewTokens || !are_lost ? Into::kAll : stay_near ? Into::kNearest : Into::kSecond;
-  if (M == 1 && come_from_memory && kBytes == 64) {
+  constexpr bool kIsWide = kBytes == 64;
+  if (M == 1 && kIsWide && come_from_memory) {
     multiply_single(matrix, x, begin, end, emit);
   } else if (M == 1) {
-    multiply_rows<T, kRowsOfOne, 1>(matrix, x, M, begin, end, into, emit);
+    multiply_rows<T, kRowsOfOne, 1>(matrix, x, M, begin, end, kIsWide ? Into::kSecond : into, emit);
   } else if (M <= kFewTokens && (M > kTokens || bytes > kNear)) {
     multiply_parts<T, kRows, kTokens, kGroups, kFewTokens>(matrix, x, M, begin, end, into, emit);
   } else if (bytes <= kNear) {
