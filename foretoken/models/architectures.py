@@ -147,6 +147,15 @@ def _mamba(module: str) -> dict[str, str]:
     return {name: f"{module}.{part}" for name, part in parts.items()}
 
 
+def _mamba1(module: str) -> dict[str, str]:
+    """Returns the parts of a Mamba layer."""
+    return _mamba(module) | {"ssm_x": f"{module}.x_proj", "ssm_dt": f"{module}.dt_proj"}
+
+
+def _mamba1_weights(module: str) -> dict[str, str]:
+    return {"ssm_a": f"{module}.A_log", "ssm_d": f"{module}.D"}
+
+
 def _mamba_weights(module: str) -> dict[str, str]:
     weights = {"ssm_a": "A_log", "ssm_d": "D", "ssm_dt.bias": "dt_bias"}
     return {name: f"{module}.{weight}" for name, weight in weights.items()}
@@ -222,6 +231,9 @@ _NEMOTRON_KEYS = (
     *("moe_latent_size", "expert_shared_feed_forward_length", "expert_shared_count"),
     *("expert_weights_norm", "expert_weights_scale", "expert_group_count", "expert_group_used_count"),
 )
+_MAMBA_SWITCHES = {"use_bias": "blk.0.ssm_in.bias", "use_conv_bias": "blk.0.ssm_conv1d.bias"}
+_MAMBA_OUTER = {"token_embd": "backbone.embeddings", "output_norm": "backbone.norm_f"}
+_MAMBA_EPSILON = ("attention.layer_norm_rms_epsilon", "layer_norm_epsilon")
 _DELTA_NET = {
     "attn_qkv": "linear_attn.in_proj_qkv", "attn_gate": "linear_attn.in_proj_z", "ssm_beta": "linear_attn.in_proj_b",
     "ssm_alpha": "linear_attn.in_proj_a", "ssm_conv1d": "linear_attn.conv1d", "ssm_norm": "linear_attn.norm",
@@ -233,6 +245,10 @@ _SHARED_EXPERT = {f"ffn_{part}_shexp": f"mlp.shared_expert.{part}_proj" for part
     "ffn_gate_inp_shexp": "mlp.shared_expert_gate"
 }
 _SSM_KEYS = tuple(f"ssm.{key}" for key in ("conv_kernel", "state_size", "group_count", "time_step_rank", "inner_size"))
+_MAMBA = GgufArchitecture(
+    "mamba", _mamba1("mixer") | {"attn_norm": "norm"}, _MAMBA_SWITCHES, own_weights=_mamba1_weights("mixer"),
+    outer=_MAMBA_OUTER, epsilon=_MAMBA_EPSILON, keys=(*_SSM_KEYS, "ssm.dt_b_c_rms"),
+)  # fmt: skip
 _QWEN3_NEXT_KEYS = (*_SSM_KEYS, "attention.recurrent_layers", "full_attention_interval")
 _DELTA_NET_KEYS = (*_QWEN3_NEXT_KEYS, "rope.dimension_sections")
 ARCHITECTURES = {
@@ -281,7 +297,17 @@ ARCHITECTURES = {
         outer={"token_embd": "model.embeddings", "output_norm": "model.norm_f"},
         epsilon=("attention.layer_norm_epsilon", "layer_norm_epsilon"), keys=(*_SSM_KEYS, *_NEMOTRON_KEYS),
         has_own_head_dim=True)),
-    "mamba2": Architecture("Mamba2ForCausalLM", replace(_ONE_PART, names={**_ONE_PART.names, "model": "backbone"})),
+    "mamba2": Architecture("Mamba2ForCausalLM", replace(
+        _ONE_PART, names={**_ONE_PART.names, "model": "backbone"}), GgufArchitecture(
+        "mamba2", _mamba("mixer") | {"attn_norm": "norm"}, _MAMBA_SWITCHES, own_weights=_mamba_weights("mixer"),
+        outer=_MAMBA_OUTER, epsilon=_MAMBA_EPSILON, keys=_SSM_KEYS)),
+    "mamba": Architecture("MambaForCausalLM", gguf=_MAMBA),
+    "falcon_mamba": Architecture("FalconMambaForCausalLM", gguf=_MAMBA),  # "mamba" with norms, whose epsilon files lack
+    "jamba": Architecture("JambaForCausalLM", gguf=GgufArchitecture(
+        "jamba", _mamba1("mamba") | _FALCON_H1 | _LFM2_EXPERTS | {"ffn_gate_inp": "feed_forward.router"}
+        | {f"ssm_{part}_norm": f"mamba.{part}_layernorm" for part in ("dt", "b", "c")},
+        {"mamba_conv_bias": "blk.0.ssm_conv1d.bias"}, own_weights=_mamba1_weights("mamba"),
+        outer={"output_norm": "model.final_layernorm"}, keys=_SSM_KEYS)),
     "lfm2_moe": Architecture("Lfm2MoeForCausalLM", replace(
         _CONVOLUTIONS, sigmoid_epsilon=1e-6, names={**_CONVOLUTIONS.names, "rotary_emb": "pos_emb"}), GgufArchitecture(
         "lfm2moe", _LFM2 | _LFM2_EXPERTS | {"ffn_gate_inp": "feed_forward.gate"},

@@ -17,6 +17,7 @@ from models.gguf_files import blocks as blocks_of
 _ARCHITECTURES = {
     "qwen3_5_text": "qwen35", "qwen3_5_moe_text": "qwen35moe",
     "qwen3_next": "qwen3next", "lfm2": "lfm2", "lfm2_moe": "lfm2moe", "granitemoehybrid": "granitehybrid",
+    "mamba": "mamba", "falcon_mamba": "mamba", "mamba2": "mamba2", "jamba": "jamba",
     "bamba": "granitehybrid", "falcon_h1": "falcon-h1", "nemotron_h": "nemotron_h",
 }  # fmt: skip
 # Where transformers joins tensors, or has other names than the checkpoints that are converted.
@@ -27,6 +28,7 @@ _OWN_NAMES = {
     "mixer.gate.e_score_correction_bias": ("exp_probs_b.bias",),
     "feed_forward.gate.weight": ("ffn_gate_inp.weight",),
     "feed_forward.expert_bias": ("exp_probs_b.bias",),
+    "feed_forward.router.weight": ("ffn_gate_inp.weight",),
     "block_sparse_moe.router.weight": ("ffn_gate_inp.weight",),
     "shared_mlp.input_linear.weight": ("ffn_gate{}.weight", "ffn_up{}.weight"),
     "in_proj_qkvz.weight": ("attn_qkv.weight", "attn_gate.weight"),
@@ -192,6 +194,8 @@ def _factors(key: str, weight: torch.Tensor, config: Any) -> torch.Tensor:
 
 
 def _write_header(writer: gguf.GGUFWriter, config: Any) -> None:
+    if config.model_type in ("mamba", "falcon_mamba", "mamba2"):
+        return _write_mamba_header(writer, config)
     writer.add_vocab_size(config.vocab_size)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_block_count(config.num_hidden_layers)
@@ -204,8 +208,32 @@ def _write_header(writer: gguf.GGUFWriter, config: Any) -> None:
         writer.add_layer_norm_eps(config.layer_norm_epsilon)
     else:
         writer.add_layer_norm_rms_eps(getattr(config, "norm_eps", None) or config.rms_norm_eps)
-        writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
-    _HEADERS[config.model_type](writer, config)
+        if config.model_type != "jamba":
+            writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    return _HEADERS[config.model_type](writer, config)
+
+
+def _write_mamba_header(writer: gguf.GGUFWriter, config: Any) -> None:
+    writer.add_vocab_size(config.vocab_size)
+    writer.add_context_length(2**20)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(0)
+    writer.add_head_count(0)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_layer_norm_rms_eps(config.layer_norm_epsilon)
+    inner, sizes = config.expand * config.hidden_size, (config.conv_kernel, config.state_size)
+    if config.model_type == "mamba2":
+        _write_states(writer, *sizes, config.n_groups, config.num_heads, inner)
+    else:
+        _write_states(writer, *sizes, None, config.time_step_rank, inner)
+        writer.add_ssm_dt_b_c_rms(config.model_type == "falcon_mamba")
+
+
+def _jamba(writer: gguf.GGUFWriter, config: Any) -> None:
+    sizes = config.mamba_d_conv, config.mamba_d_state, None, config.mamba_dt_rank
+    _write_states(writer, *sizes, config.mamba_expand * config.hidden_size)
+    _write_kv_heads(writer, config)
+    _write_experts(writer, config.num_experts, config.num_experts_per_tok)
 
 
 def _lfm2(writer: gguf.GGUFWriter, config: Any) -> None:
@@ -310,10 +338,11 @@ def _write_experts(writer: gguf.GGUFWriter, count: int, each: int) -> None:
     writer.add_expert_used_count(each)
 
 
-def _write_states(writer: gguf.GGUFWriter, kernel: int, state: int, groups: int, heads: int, inner: int) -> None:
+def _write_states(writer: gguf.GGUFWriter, kernel: int, state: int, groups: int | None, heads: int, inner: int) -> None:
     writer.add_ssm_conv_kernel(kernel)
     writer.add_ssm_state_size(state)
-    writer.add_ssm_group_count(groups)
+    if groups is not None:
+        writer.add_ssm_group_count(groups)
     writer.add_ssm_time_step_rank(heads)
     writer.add_ssm_inner_size(inner)
 
@@ -321,6 +350,6 @@ def _write_states(writer: gguf.GGUFWriter, kernel: int, state: int, groups: int,
 _HEADERS = {
     "lfm2": _lfm2, "lfm2_moe": _lfm2_moe, "qwen3_5_text": _qwen35, "qwen3_5_moe_text": _qwen35moe,
     "qwen3_next": _qwen35moe,
-    "granitemoehybrid": _granite, "bamba": _bamba,
+    "granitemoehybrid": _granite, "bamba": _bamba, "jamba": _jamba,
     "falcon_h1": _falcon_h1, "nemotron_h": _nemotron_h,
 }  # fmt: skip

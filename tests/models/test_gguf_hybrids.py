@@ -39,6 +39,8 @@ _FALCON = _MAMBA | {
 }  # fmt: skip
 _NEMOTRON = {"mamba_head_dim": 16, "num_hidden_layers": 4, "head_dim": 32}
 _PLAIN_EXPERTS = {"moe_intermediate_size": 32, "moe_shared_expert_intermediate_size": 64}
+_MAMBA1 = {"time_step_rank": 32, "intermediate_size": 128, "use_bias": False}
+_JAMBA = {"mamba_dt_rank": 32}
 _LENGTHS = ("attention.key_length", "attention.value_length", "rope.dimension_count")
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "lfm2": ("lfm2", {"block_auto_adjust_ff_dim": False}),
@@ -80,6 +82,16 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "nemotron_h with groups of experts": (
         "nemotron_h_moe", _NEMOTRON | _PLAIN_EXPERTS | {"n_routed_experts": 8, "n_group": 4, "topk_group": 2},
+    ),
+    "mamba": ("mamba", _MAMBA1),
+    "mamba tied": ("mamba", _MAMBA1 | {"tie_word_embeddings": True, "use_conv_bias": False, "conv_kernel": 3}),
+    "falcon mamba": ("falcon_mamba", _MAMBA1),
+    "mamba2": ("mamba2", {"num_heads": 4, "head_dim": 32, "use_bias": False}),
+    "mamba2 with biases": ("mamba2", {"num_heads": 8, "head_dim": 16, "n_groups": 1, "use_conv_bias": False}),
+    "jamba": ("jamba", _JAMBA),
+    "jamba of one attention layer": ("jamba", _JAMBA | {"attn_layer_period": 8, "mamba_conv_bias": False}),
+    "jamba without experts": (
+        "jamba", _JAMBA | {"num_hidden_layers": 4, "num_experts": 1, "num_experts_per_tok": 1},
     ),
 }  # fmt: skip
 _TOLD = [name for name in MODELS if name.startswith(("lfm2 ", "qwen35")) or name == "lfm2"]
@@ -193,7 +205,7 @@ def test_older_files_have_queries_values_and_gates_as_transformers(
     "name",
     [
         "lfm2", "qwen35", "qwen35 with experts", "qwen3next", "lfm2moe", "granite with experts", "bamba", "falcon-h1",
-        "nemotron_h", "nemotron_h with experts",
+        "nemotron_h", "nemotron_h with experts", "mamba", "mamba2", "jamba",
     ],
 )  # fmt: skip
 def test_text_with_drafts_is_the_files_models(path: Path, name: str) -> None:
@@ -306,6 +318,16 @@ def test_what_a_file_leaves_out_is_as_llama_cpp_takes_it(path: Path) -> None:
         ("granite with experts", {"ssm.group_count": 3}, "has 128 as granitehybrid.ssm.inner_size. Expected a mul"),
         ("nemotron_h", {"feed_forward_length": [0, 96, 96, 0]}, "has [0, 96, 96, 0] as nemotron_h.feed_forward_length"),
         ("nemotron_h", {"feed_forward_length": 96}, "has 96 as nemotron_h.feed_forward_length. Expected 4 numbers"),
+        *((name, {"ssm.inner_size": 96}, f"has 96 as {name}.ssm.inner_size. Expected a multiple of") for name in (
+            "mamba", "mamba2", "jamba",
+        )),
+        *((name, {"ssm.state_size": 1 << 28}, "instead of") for name in ("mamba", "mamba2", "jamba")),
+        ("mamba", {"ssm.time_step_rank": None}, "lacks mamba.ssm.time_step_rank."),
+        ("mamba", {"ssm.time_step_rank": 16}, "blk.0.ssm_dt.weight is [128, 32] instead of [128, 16]"),
+        ("mamba2", {"ssm.group_count": 3}, "has 128 as mamba2.ssm.inner_size. Expected a multiple of 4 heads, of 3 gr"),
+        ("jamba", {"attention.head_count_kv": [0, 2, 2]}, "layers of the kind 'attn' at"),
+        ("jamba", {"expert_count": 1 << 28}, "instead of [268435456, "),
+        ("jamba", {"expert_count": 0}, "has no experts. Expected some"),
         ("nemotron_h", {"expert_count": 4}, "is a mixture of experts. Expected a dense model"),
         ("nemotron_h with experts", {"expert_count": 0}, "has no experts. Expected some"),
         ("nemotron_h with experts", {"expert_count": 1 << 28}, "exp_probs_b.bias is [4] instead of [268435456]"),
@@ -333,6 +355,9 @@ def test_settings_that_are_refused(path: Path, name: str, values: dict[str, Any]
         ("falcon-h1", "blk.0.ffn_norm", "model.layers.0.pre_ff_layernorm.weight is missing"),
         ("nemotron_h with experts", "blk.2.ffn_up_exps.weight", "mixer.experts.up_proj.weight is missing"),
         ("nemotron_h with experts", "blk.2.exp_probs_b.bias", "mixer.gate.e_score_correction_bias is missing"),
+        ("mamba", "blk.0.ssm_x.weight", "backbone.layers.0.mixer.x_proj.weight is missing"),
+        ("mamba2", "blk.0.ssm_norm.weight", "backbone.layers.0.mixer.norm.weight is missing"),
+        ("jamba", "blk.0.ssm_b_norm.weight", "model.layers.0.mamba.b_layernorm.weight is missing"),
         ("nemotron_h", "blk.0.ssm_d", "model.layers.0.mixer.D is missing"),
         ("qwen3next", "blk.0.attn_gate.weight", "model.layers.0.linear_attn.in_proj_z.weight is missing"),
         ("qwen3next", "blk.0.ssm_ba.weight", "model.layers.0.linear_attn.in_proj_ba.weight is missing"),

@@ -51,6 +51,7 @@ class _LinearStub(nn.Module):
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.bias = linear.bias
+        self.weight = torch.empty(linear.weight.shape, device="meta")  # which Mamba initializes
 
 
 class _ExpertsStub(nn.Module):

@@ -192,14 +192,15 @@ def _tensor_names(file: GgufFile, architecture: GgufArchitecture) -> dict[str, s
 
 def key_of(name: str, architecture: GgufArchitecture) -> str | None:
     """Returns the name in transformers of a file's tensor, None for an unknown one."""
-    match = BLOCK.fullmatch(name)
+    match, outer = BLOCK.fullmatch(name), {**_OUTER, **architecture.outer}
+    layer = f"{outer['token_embd'].rpartition('.')[0]}.layers.{match[1]}" if match else ""
     if match and match[2] in architecture.own_weights:
-        return f"model.layers.{match[1]}.{architecture.own_weights[match[2]]}"
+        return f"{layer}.{architecture.own_weights[match[2]]}"
     stem, _, kind = (match[2] if match else name).rpartition(".")
-    part = architecture.parts.get(stem) if match else {**_OUTER, **architecture.outer}.get(stem)
+    part = architecture.parts.get(stem) if match else outer.get(stem)
     if part is None or kind not in ("weight", "bias"):
         return None
-    return f"model.layers.{match[1]}.{part}.{kind}" if match else f"{part}.{kind}"
+    return f"{layer}.{part}.{kind}" if match else f"{part}.{kind}"
 
 
 def _checked_module(settings: Settings, config: Any, names: dict[str, str]) -> nn.Module:

@@ -23,6 +23,7 @@ from foretoken.models.architectures import GGUF_ARCHITECTURES, GgufArchitecture
 from foretoken.models.config import check_sizes, is_size
 from foretoken.models.stored.gguf_hybrids import (
     DELTA_NETS,
+    LEFT_OUT,
     block_types,
     head_columns,
     head_rows,
@@ -89,6 +90,8 @@ class Values:
             self.model_type = "olmo3"
         elif self.name == "granitehybrid":
             self.model_type = "bamba" if self._is_plain() else "granitemoehybrid"
+        elif self.name == "mamba":
+            self.model_type = "falcon_mamba" if self.own.get("ssm.dt_b_c_rms", False) is not False else "mamba"
         self.architecture = GGUF_ARCHITECTURES[self.model_type]
         if self.name == "exaone4" and self.own.get("block_count") == _LAYERS_OF_EXAONE4_32B:
             self.architecture = replace(self.architecture, window=4, default_window=4096)
@@ -199,25 +202,18 @@ def read_settings(file: GgufFile) -> Settings:
     fields: dict[str, Any] = {
         field: values.size(key, inner if key == "feed_forward_length" else None)
         for key, field in _SIZES.items()
-        if key != "feed_forward_length" or values.model_type != "nemotron_h"
+        if key not in LEFT_OUT.get(values.model_type, ())
     }
     file = _without_next_token_layers(values, file, fields)
-    layers, heads = fields["num_hidden_layers"], fields["num_attention_heads"]
     fields[architecture.epsilon[1]] = values.number(architecture.epsilon[0])
     # 0 switches a window or a cap off.
     fields |= {
         field: values.number(key) if values.own[key] else None for key, field in _OTHERS.items() if key in values.own
     }
-    plain_dim = max(1, fields["hidden_size"] // heads)
-    head_dim = values.size("attention.key_length", plain_dim)
-    if values.size("attention.value_length", head_dim) != head_dim:
-        raise values.refusal("has values of another length than keys", "one length")
-    fields["num_key_value_heads"], has_attention = kv_heads(values, layers, heads)
-    fields |= recurrent_fields(values, file, fields["hidden_size"], has_attention)
-    if values.model_type == "nemotron_h":
-        fields["intermediate_size"], fields["layer_types"] = block_types(values, layers, has_attention)
-    file = _with_split_tensors(file, joined_rows(fields, architecture, head_dim))
-    fields |= {} if values.model_type == "nemotron_h" else {"rope_parameters": _rope(values, file, head_dim)}
+    if "num_attention_heads" in fields:
+        file = _with_attention(values, file, fields)
+    else:
+        fields |= recurrent_fields(values, file, fields["hidden_size"], [False] * fields["num_hidden_layers"])
     fields |= {
         "bos_token_id": vocabulary.ids.get("bos"),
         "eos_token_id": ends if len(ends) > 1 else ends[0] if ends else None,
@@ -228,6 +224,25 @@ def read_settings(file: GgufFile) -> Settings:
         raise values.refusal("lacks output.weight", "the LM head of its architecture")
     if "token_embd.weight" in file.tensors:
         fields["vocab_size"] = file.tensors["token_embd.weight"].shape[0]
+    fields |= {field: tensor in file.tensors for field, tensor in architecture.switches.items()}
+    others = {f"{values.name}.{key}": field for key, field in _OTHERS.items() if key in values.own}
+    return Settings(file, values.model_type, architecture, fields, others)
+
+
+def _with_attention(values: Values, file: GgufFile, fields: dict[str, Any]) -> GgufFile:
+    """Adds the fields of models with attention to `fields`; returns the file without joined tensors."""
+    architecture, layers, heads = values.architecture, fields["num_hidden_layers"], fields["num_attention_heads"]
+    plain_dim = max(1, fields["hidden_size"] // heads)
+    head_dim = values.size("attention.key_length", plain_dim)
+    if values.size("attention.value_length", head_dim) != head_dim:
+        raise values.refusal("has values of another length than keys", "one length")
+    fields["num_key_value_heads"], has_attention = kv_heads(values, layers, heads)
+    fields |= recurrent_fields(values, file, fields["hidden_size"], has_attention)
+    if values.model_type == "nemotron_h":
+        fields["intermediate_size"], fields["layer_types"] = block_types(values, layers, has_attention)
+    file = _with_split_tensors(file, joined_rows(fields, architecture, head_dim))
+    if values.model_type not in ("nemotron_h", "jamba"):
+        fields["rope_parameters"] = _rope(values, file, head_dim)
     if values.name in _LAYERS_OF_27B:
         fields["query_pre_attn_scalar"] = plain_dim if layers == _LAYERS_OF_27B[values.name] else head_dim
     if architecture.window:
@@ -238,9 +253,7 @@ def read_settings(file: GgufFile) -> Settings:
         fields["head_dim"] = head_dim
     fields |= _scales(values, head_dim)
     fields |= _mixture(values, fields["intermediate_size"])
-    fields |= {field: tensor in file.tensors for field, tensor in architecture.switches.items()}
-    others = {f"{values.name}.{key}": field for key, field in _OTHERS.items() if key in values.own}
-    return Settings(file, values.model_type, architecture, fields, others)
+    return file
 
 
 def _part(name: str) -> str:
@@ -309,6 +322,8 @@ def _mixture(values: Values, intermediate: int) -> dict[str, Any]:
     inner = values.size("expert_feed_forward_length", None if values.name == "gpt-oss" else intermediate)
     if values.model_type == "nemotron_h":
         return plain_experts(values, count, top_k, inner)
+    if values.name == "jamba":
+        return {"num_experts": count, "num_experts_per_tok": top_k}
     if values.name in ("llama", "gpt-oss"):
         return {"num_local_experts": count, "num_experts_per_tok": top_k, "intermediate_size": inner}
     if values.name == "granitehybrid":  # llama.cpp ignores `expert_feed_forward_length`

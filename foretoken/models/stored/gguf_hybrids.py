@@ -31,13 +31,20 @@ _JOINED = {
     "linear_attn.in_proj_qkvz": ("linear_attn.in_proj_qkv", "linear_attn.in_proj_z"),
 }
 _NEMOTRON = ("nemotron_h", "nemotron_h_moe")
-_MAMBA2 = ("granitehybrid", "falcon-h1", *_NEMOTRON)
+_MAMBA2 = ("granitehybrid", "falcon-h1", "mamba2", *_NEMOTRON)
 _MAMBA2_FIELDS = ("mamba_n_heads", "mamba_d_head", "mamba_n_groups", "mamba_d_state", "mamba_d_conv")
+_MAMBA2_ONLY_FIELDS = ("num_heads", "head_dim", "n_groups", "state_size", "conv_kernel")
 _NEMOTRON_FIELDS = ("mamba_num_heads", "mamba_head_dim", "n_groups", "ssm_state_size", "conv_kernel")
 _RECURRENT = "attention.recurrent_layers"
 _ROWS_OF_VALUES = ("attn_qkv", "attn_gate", "ssm_conv1d")
 _ROWS_OF_HEADS = ("ssm_beta", "ssm_alpha", "ssm_dt", "ssm_a")
-_NO_HEADS = ("lfm2", "lfm2moe", "granitehybrid", *_NEMOTRON)  # layers without attention have 0 heads of keys
+# Sizes that are no whole numbers, by the types in transformers: there are several, or none.
+_MAMBA_ONLY = ("mamba", "falcon_mamba", "mamba2")
+LEFT_OUT = {
+    "nemotron_h": ("feed_forward_length",),
+    **dict.fromkeys(_MAMBA_ONLY, ("feed_forward_length", "attention.head_count")),
+}  # fmt: skip
+_NO_HEADS = ("lfm2", "lfm2moe", "granitehybrid", "jamba", *_NEMOTRON)  # layers without attention have 0 heads of keys
 
 
 def kv_heads(values: Values, layers: int, heads: int) -> tuple[int, list[bool]]:
@@ -66,19 +73,24 @@ def recurrent_fields(values: Values, file: GgufFile, hidden: int, has_attention:
         return own | {"layer_types": kinds, "conv_L_cache": values.size("shortconv.l_cache"), "conv_bias": False}
     if values.name in DELTA_NETS:
         return _delta_net(values, len(has_attention))
+    if values.name in ("mamba", "jamba"):
+        return _mamba(values, file, hidden, has_attention)
     return _mamba2(values, file, hidden, has_attention) if values.name in _MAMBA2 else {}
 
 
 def _mamba2(values: Values, file: GgufFile, hidden: int, has_attention: list[bool]) -> dict[str, Any]:
     inner, heads = values.size("ssm.inner_size"), values.size("ssm.time_step_rank")
     groups, expand = values.size("ssm.group_count"), inner // hidden
-    if inner % heads or inner % groups or (values.name == "granitehybrid" and inner != expand * hidden):
+    has_expand = values.name in ("granitehybrid", "mamba2")
+    if inner % heads or inner % groups or (has_expand and inner != expand * hidden):
         expected = f"a multiple of {heads} heads, of {groups} groups and of the hidden size"
         raise values.refusal(f"has {inner} as {values.name}.ssm.inner_size", expected)
     sizes = [heads, inner // heads, groups, values.size("ssm.state_size"), values.size("ssm.conv_kernel")]
     has_bias = any(name.endswith(".ssm_conv1d.bias") for name in file.tensors)
     if values.name in _NEMOTRON:
         return dict(zip(_NEMOTRON_FIELDS, sizes, strict=True)) | {"use_conv_bias": has_bias}
+    if values.name == "mamba2":
+        return dict(zip(_MAMBA2_ONLY_FIELDS, sizes, strict=True)) | {"expand": expand}
     fields = dict(zip(_MAMBA2_FIELDS, sizes, strict=True)) | {"mamba_conv_bias": has_bias}
     if values.name == "falcon-h1":  # its factors are multiplied into the weights
         return fields | {"mamba_d_ssm": inner, "mamba_norm_before_gate": False}
@@ -88,6 +100,33 @@ def _mamba2(values: Values, file: GgufFile, hidden: int, has_attention: list[boo
     kinds = ["full_attention" if each else "linear_attention" for each in has_attention]
     has_rope = values.own.get("rope.scaling.finetuned", True) is not False
     return fields | {"layer_types": kinds, "position_embedding_type": "rope" if has_rope else None}
+
+
+def _mamba(values: Values, file: GgufFile, hidden: int, has_attention: list[bool]) -> dict[str, Any]:
+    inner = values.size("ssm.inner_size")
+    if inner % hidden:
+        raise values.refusal(f"has {inner} as {values.name}.ssm.inner_size", f"a multiple of the hidden size, {hidden}")
+    sizes = {
+        "state_size": values.size("ssm.state_size"), "conv_kernel": values.size("ssm.conv_kernel"),
+        "expand": inner // hidden, "time_step_rank": values.size("ssm.time_step_rank"),
+    }  # fmt: skip
+    if values.name == "mamba":
+        return sizes
+    has_experts = [f"blk.{layer}.ffn_gate_inp.weight" in file.tensors for layer in range(len(has_attention))]
+    fields = dict(zip(("mamba_d_state", "mamba_d_conv", "mamba_expand", "mamba_dt_rank"), sizes.values(), strict=True))
+    for kind, found in (("attn", has_attention), ("expert", has_experts)):
+        fields[f"{kind}_layer_period"], fields[f"{kind}_layer_offset"] = _period(values, kind, found)
+    return fields
+
+
+def _period(values: Values, kind: str, found: list[bool]) -> tuple[int, int]:
+    """Returns the distance of layers of a kind, and the first of them."""
+    count, layers = len(found), [layer for layer, each in enumerate(found) if each]
+    offset = layers[0] if layers else count
+    period = layers[1] - offset if len(layers) > 1 else count + 1
+    if [(layer - offset) % period == 0 and layer >= offset for layer in range(count)] != found or offset >= period:
+        raise values.refusal(f"has layers of the kind '{kind}' at {shown(layers)}", "one distance between them")
+    return period, offset
 
 
 def block_types(values: Values, layers: int, has_attention: list[bool]) -> tuple[int, list[str]]:
