@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 
     from foretoken.core.passes import Pass, Tap, TokenChoice
     from foretoken.decoder.native_states import StateBlock
-    from foretoken.decoder.path_states import PathStates
     from foretoken.decoder.quantized import Quantization
+    from foretoken.decoder.recurrent_states import PathStates
     from foretoken.decoder.slot_cache import SlotCache
 
 DTYPES = (torch.float32, torch.bfloat16)

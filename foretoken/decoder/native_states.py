@@ -1,4 +1,4 @@
-"""The blocks of states and rows (`foretoken.decoder.path_states`) in passes of the native kernels.
+"""The blocks of states and rows (`foretoken.decoder.recurrent_states`) in passes of the native kernels.
 
 See `kernels/recurrent.h`.
 """
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from foretoken.core.errors import PassError
 from foretoken.decoder.mixers import LinearAttention
-from foretoken.decoder.path_states import PathStates
+from foretoken.decoder.recurrent_states import PathStates
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -23,8 +23,7 @@ if TYPE_CHECKING:
     from foretoken.core.passes import Pass
     from foretoken.decoder.arguments import Model, PassArguments
     from foretoken.decoder.mixers import ShortConvolution
-    from foretoken.decoder.path_states import PathState
-    from foretoken.decoder.recurrent_states import RecurrentStates
+    from foretoken.decoder.recurrent_states import PathState, RecurrentStates
 
 _MOST_IDLE = 4  # blocks; a choice: a slot takes turns with two or three
 _MOST_IDLE_ROWS = 16  # blocks without states; a choice: a draft makes one for each level

@@ -2,7 +2,7 @@
 
 Every node begins with its parent's state. Only the states of one depth and one layer exist at a time: a pass keeps the
 state behind the settled nodes of a sequence, and the inputs of the others, which the next pass computes again by the
-same code (`foretoken.decoder.path_states`). Convolutions need no order and are computed for all tokens at once.
+same code (`foretoken.decoder.recurrent_states`). Convolutions need no order and are computed for all tokens at once.
 
 An item is a token to compute: the tokens that are computed again, and the nodes of the pass. A table of rows has the
 inputs of a layer: first those of the windows before each sequence, then those of known items, then those of the pass.
@@ -25,15 +25,13 @@ from foretoken.core.backend import integers_on
 from foretoken.decoder.base import UnsuitableError
 from foretoken.decoder.fused_linear import fuse
 from foretoken.decoder.mixers import LinearAttention, ShortConvolution
-from foretoken.decoder.path_states import PathStates
-from foretoken.decoder.recurrent_states import sorted_by_depth
+from foretoken.decoder.recurrent_states import PathStates, sorted_by_depth
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from foretoken.core.passes import Pass
-    from foretoken.decoder.path_states import NodeRow, PathState
-    from foretoken.decoder.recurrent_states import RecurrentStates
+    from foretoken.decoder.recurrent_states import NodeRow, PathState, RecurrentStates
 
 
 class MixerSizes(NamedTuple):
@@ -86,7 +84,7 @@ class MixerSizes(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TorchBlock:
-    """See `foretoken.decoder.path_states.Block`.
+    """See `foretoken.decoder.recurrent_states.Block`.
 
     Attributes:
         state: (L, H, Dk, Dv) in at least float32; None for convolutions alone, and for rows alone.
@@ -109,7 +107,7 @@ class TorchBlock:
         return cls(state, rows, window)
 
     def tensors(self) -> Sequence[Tensor]:
-        """See `foretoken.decoder.path_states.Block`."""
+        """See `foretoken.decoder.recurrent_states.Block`."""
         return (self.rows,) if self.state is None else (self.state, self.rows)
 
 

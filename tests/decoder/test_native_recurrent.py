@@ -15,7 +15,7 @@ from foretoken.core.passes import Pass
 from foretoken.core.token_tree import TokenTree, TreeRow
 from foretoken.decoder.library import set_num_threads
 from foretoken.decoder.native_states import StateMemory, block_bytes
-from foretoken.decoder.path_states import PathState, settled_nodes
+from foretoken.decoder.recurrent_states import PathState, settled_nodes
 from foretoken.models.lean_weights import read_weights
 from foretoken.models.loading import wrap_model
 from foretoken.runner.decoders import probe_layer_shapes, state_bytes

@@ -13,8 +13,7 @@ import torch
 from foretoken import LLM
 from foretoken.core.token_tree import TokenTree
 from foretoken.decoder.native_states import StateBlock
-from foretoken.decoder.path_states import NodeRow, PathState
-from foretoken.decoder.recurrent_states import LayerState, RecurrentStates, _At, _LastPass
+from foretoken.decoder.recurrent_states import LayerState, NodeRow, PathState, RecurrentStates, _At, _LastPass
 from foretoken.decoder.torch_mixers import TorchBlock
 from foretoken.drafters.base import DraftContext, Prefix
 from foretoken.drafters.draft_model import DraftModelDrafter

@@ -7,8 +7,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from foretoken.core.passes import Pass
-from foretoken.decoder.path_states import PathState
-from foretoken.decoder.recurrent_states import _EMPTY, LayerState, RecurrentStates, Start, _At, _LastPass
+from foretoken.decoder.recurrent_states import _EMPTY, LayerState, PathState, RecurrentStates, Start, _At, _LastPass
 from foretoken.decoder.slot_cache import SlotCache
 from foretoken.drafters.base import Prefix
 from foretoken.engine.scheduler import Scheduler, SlotPool
