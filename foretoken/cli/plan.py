@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -135,6 +135,8 @@ def plan(
     else:
         workload = partial(asked.workload, asked.rows(), seed=seed)
         found, planned, header = _measured(model, loading, setups, workload, batches, context, measure=measure)
+    if planned["target"].recurrent is not None:
+        _check_recurrent({*setups, *replaced}, model)
     stored = library(planned["target"].weights)
     known = [*found, *(curve for curve in stored if curve.name not in {each.name for each in found})]
     curves = [*given, *(curve for curve in known if curve.name not in replaced)]
@@ -183,6 +185,17 @@ def _setups(given: list[str] | None, model: str, *, must_exist: bool) -> dict[st
         else:
             setups[f"{name.partition(':')[0]}:{drafter.tree}"] = config
     return setups
+
+
+def _check_recurrent(setups: Iterable[str], model: str) -> None:
+    """Raises `ConfigError` for a drafter that a target with recurrent layers does not have."""
+    from foretoken.drafters.registry import is_method, options_of
+    from foretoken.drafters.self_drafts import SelfOptions, recurrent_refusal
+
+    for setup in setups:
+        method = setup.partition(":")[0]
+        if is_method(method) and issubclass(options_of(method), SelfOptions):
+            raise ConfigError(f"'{setup}' cannot draft for it: {recurrent_refusal(model)}")
 
 
 def _described(

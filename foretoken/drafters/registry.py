@@ -101,8 +101,13 @@ def drafter_options(config: Mapping[str, Any], *, other_keys: frozenset[str] = f
     method = config.get("method")
     if not isinstance(method, str) or not is_method(method):
         raise ConfigError(unknown_method(method))
+    return validated(options_of(method), config, f"method '{method}'", other_keys=other_keys)
+
+
+def options_of(method: str) -> type[DrafterOptions]:
+    """Returns the class of a method's options; raises `ConfigError` if its file is no drafter."""
     options_type: type[DrafterOptions] = _module(method).Options
-    return validated(options_type, config, f"method '{method}'", other_keys=other_keys)
+    return options_type
 
 
 def unknown_method(method: object, also: Sequence[str] = ()) -> str:

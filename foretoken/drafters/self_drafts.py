@@ -63,11 +63,16 @@ def runner_of(target: TargetHandle) -> Runner:
     if target.target_runner is None:
         raise ConfigError("the drafter runs the target itself, and it is not trusted. Set trust_drafter.")
     if target.target_runner.cache.states is not None:
-        raise ConfigError(
-            f"'{target.name}' has recurrent layers, whose states a part of the model or of its KV rows does not give. "
-            "Expected attention in every layer. Use a lookup, a draft model or a head."
-        )
+        raise ConfigError(recurrent_refusal(target.name))
     return target.target_runner
+
+
+def recurrent_refusal(target: str) -> str:
+    """Returns why a target with recurrent layers does not draft for itself."""
+    return (
+        f"'{target}' has recurrent layers, whose states a part of the model or of its KV rows does not give. Expected "
+        "attention in every layer. Use a lookup, a draft model or a head."
+    )
 
 
 class SelfDrafts:

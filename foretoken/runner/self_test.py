@@ -286,6 +286,8 @@ class _Test:
         )  # fmt: skip
         errors = {"embeddings": (_relative(states[0], made.embeddings) / self._allowed.ends)[own]}
         for index, (exact, usual) in made.blocks.items():
+            if bool(exact[own].isnan().any()) and bool(states[index + 1][own].isfinite().all()):
+                raise ModelError(self._not_numbers(index))
             # Medians, as the rounding of a few large channels would hide errors of all others.
             update, error, explained = (
                 difference.abs().median(-1).values[own]
@@ -300,6 +302,16 @@ class _Test:
             ids, expected = self._head_logits(states[-1][own][is_node.to(own.device)])
             errors["the LM head"] = _relative(logits[node.to(logits.device)][:, ids], expected) / self._allowed.ends
         return errors
+
+    def _not_numbers(self, index: int) -> str:
+        block = find_blocks(self._model.module, self._model.num_layers)[index]
+        rates = [float(each.max()) for name, each in block.named_parameters() if name.endswith("A_log")]
+        cause = f" Its largest A_log is {max(rates):g}, and exp(A_log) overflows there." if rates else ""
+        return (
+            f"block {index} of '{self._model.name}' gives values that are not numbers where transformers reads several "
+            f"tokens at once, and numbers where {self._decoder.name} reads them one by one.{cause} Expected finite "
+            "values in both. Check the weights of that block, or download them again."
+        )
 
     def _head_logits(self, final: Tensor) -> tuple[Tensor, Tensor]:
         """Returns some tokens, and their logits for states (..., E) after the final norm."""

@@ -1,6 +1,7 @@
 """`foretoken data` makes what it says, and says what is wrong."""
 
 import json
+import shutil
 import signal
 import time
 from contextlib import nullcontext
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 from command_line import MODEL, ROOT, assert_refused, output_of, report_of
 from forked import ForkedCommand
+from tiny_models import tiny_model
 
 from foretoken.cli import data
 from foretoken.models.loading import load_tokenizer
@@ -162,6 +164,20 @@ def test_bad_targets_and_chats(texts: Path, tmp_path: Path) -> None:
     ):
         assert_refused(part, "data", target, "--out", out, *source)
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen3_5"])
+def test_a_tokenizer_with_more_tokens_than_the_model_is_named(architecture: str, texts: Path, tmp_path: Path) -> None:
+    """By `data` where the target answers, and by `train` for tokens that were packed without weights."""
+    model, out = tmp_path / "model", tmp_path / "out"
+    tiny_model(architecture, vocab_size=300, eos_token_id=0).save_pretrained(model)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copyfile(ROOT / MODEL / name, model / name)
+    parts = (f"the tokenizer of '{model}' gives token ", "the model has a vocabulary of 300 tokens")
+    small = ("--prompt-tokens", "4", "--max-new-tokens", "2")
+    assert_refused(parts, "data", str(model), "--text", str(texts), "--out", str(out), "--self-distill", *small)
+    output_of("data", str(model), "--text", str(texts), "--out", str(out))
+    assert_refused(parts, "train", "medusa", str(model), "--data", str(out), "--out", str(tmp_path / "head"))
 
 
 def test_the_time_left_is_told_beside_the_answers_of_a_call(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import yaml
 from command_line import MODEL, ROOT, assert_refused, output_of, report_of
+from tiny_models import tiny_config
 
 from foretoken.planning import measure
 
@@ -117,6 +118,17 @@ def test_a_machine_that_should_not_draft(tmp_path: Path) -> None:
 )
 def test_wrong_input_is_one_sentence(arguments: tuple[str, ...], sentence: str, tmp_path: Path) -> None:
     assert_refused(sentence, "plan", MODEL, *(each.format(out=tmp_path / "plan") for each in arguments))
+
+
+@pytest.mark.parametrize("drafter", ["early_exit", "sparse_kv:chain"])
+def test_recurrent_layers_refuse_drafts_by_a_part_of_the_target(drafter: str, tmp_path: Path) -> None:
+    tiny_config("qwen3_5").save_pretrained(tmp_path)
+    lengths = tmp_path / "lengths.yaml"
+    lengths.write_text("x: {thinking_off: {1: 1.9, 2: 2.6}}", encoding="utf-8")
+    known = ("--acceptance", f"{drafter}={lengths}")
+    message = ("cannot draft for it", "has recurrent layers", "Use a lookup, a draft model or a head.")
+    assert_refused(message, "plan", str(tmp_path), *FAST, "-s", drafter, *known)
+    assert "early_exit" in output_of("plan", MODEL, *FAST, "-s", "early_exit", *known[:1], f"early_exit={lengths}")
 
 
 def test_an_unknown_acceptance_is_told_before_anything_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,9 @@ PARAMS = [
     SamplingParams(temperature=0.9, seed=2, max_tokens=24, top_p=0.9),
 ]
 FIRST = ("qwen3_5", "lfm2", "bamba", "falcon_h1", "jamba", "mamba2")  # one of each kind of layer
-CASES = ["ngram tree", "suffix tree", "recycling", "oracle tree", "medusa", "hydra", "eagle", "eagle3"]
+CASES = ["ngram tree", "suffix tree", "recycling", "oracle tree", "medusa", "hydra", "eagle", "eagle3", "hass"]
+
+TRAINED = ("eagle", "eagle3", "hass")
 
 
 @cache
@@ -63,7 +65,7 @@ def test_text_with_lookups_is_plain_decodings(architecture: str, runner: str) ->
 @pytest.mark.parametrize("name", CASES)
 def test_text_with_any_drafter_is_plain_decodings(architecture: str, runner: str, name: str) -> None:
     made = drafters(architecture, torch.float32)
-    made |= {each: head(each, architecture, steps=25, num_speculative_tokens=3) for each in ("eagle", "eagle3")}
+    made |= {each: head(each, architecture, steps=25, num_speculative_tokens=3) for each in TRAINED}
     llm = LLM(module(architecture), max_num_seqs=3, runner=runner, **made[name](known(architecture)))
     assert_same_text(llm.generate(PROMPTS, PARAMS), plain(architecture), [name] * len(PROMPTS), tolerance=1e-4)
 
@@ -81,7 +83,7 @@ def test_drafts_are_accepted_alike_on_both_runners(architecture: str, name: str)
     target = tiny_model(architecture)
     texts = known(architecture)
     made = drafters(architecture, torch.float32)
-    made |= {each: head(each, architecture, steps=25, num_speculative_tokens=3) for each in ("eagle", "eagle3")}
+    made |= {each: head(each, architecture, steps=25, num_speculative_tokens=3) for each in TRAINED}
     outputs, counts = [], []
     for runner in ("generic", "lean-native"):
         # All prompts are read in the first pass: how many a pass beside decoding reads depends on its seconds.

@@ -25,6 +25,7 @@ HEADS: dict[str, tuple[str, dict[str, Any]]] = {
     "hydra++": ("hydra", {"num_heads": 4, "num_layers": 2}),
     "mlp_speculator": ("mlp_speculator", {"num_heads": 3, "inner_dim": 48}),
     "eagle": ("eagle", {"num_steps": 4}),
+    "hass": ("hass", {"num_steps": 4}),
     "eagle3": ("eagle3", {"num_steps": 4, "boundaries": [1, 3], "draft_vocab_size": 50}),
     "falcon": ("falcon", {"num_steps": 4}),
     "spire without feedback": ("spire", {"num_steps": 4, "sinks": 2, "window": 12, "has_feedback": False}),
@@ -57,7 +58,8 @@ def head(
         directory = _trained(
             name, architecture, _STEPS[name] if steps is None else steps, tuple(tuple(text) for text in references)
         )
-        return {"speculative_config": {"method": HEADS[name][0], "model": str(directory), **options}}
+        method = "eagle" if name == "hass" else HEADS[name][0]
+        return {"speculative_config": {"method": method, "model": str(directory), **options}}
 
     return arguments
 

@@ -247,3 +247,12 @@ def test_long_rope_ends_before_it_changes_frequencies() -> None:
     ours = runner.verify([0, 1], [len(short), len(longest)], tree).logits
     theirs = torch.stack([plain([*tokens, 9])[-1] for tokens in (short, longest)])
     assert relative_error(ours, theirs) < FLOAT32_TOLERANCE
+
+
+@pytest.mark.parametrize("runner", ["lean-native", "generic"])
+def test_decays_that_overflow_in_transformers_chunks_are_named(runner: str) -> None:
+    module = tiny_model("qwen3_5")
+    with torch.no_grad():
+        module.model.layers[0].linear_attn.A_log[1] = 100.0
+    with pytest.raises(ModelError, match=r"block 0 .* not numbers where transformers .* largest A_log is 100, and exp"):
+        Runner(wrap_model(module, name="large"), num_slots=2, context_len=40, runner=runner)

@@ -12,9 +12,11 @@ import torch
 import training_runs
 from models.gguf_files import tiny_file
 from safetensors.torch import load_file, save_file
+from tiny_models import VOCAB_SIZE, tiny_model
 
 from foretoken.core.passes import Pass, Tap
-from foretoken.models.loading import load_model
+from foretoken.core.token_tree import TokenTree, TreeRow
+from foretoken.models.loading import load_model, wrap_model
 from foretoken.models.smaller import unpacked_model
 from foretoken.runner.runner import Runner
 from foretoken.training.doctor.checks import check_logits, check_serving, check_taps
@@ -94,6 +96,24 @@ def test_a_full_disk_costs_only_time(
     assert store.get("a") is None
     assert caplog.text.count("No space left on device") == 1
     assert bytes_of(tmp_path) == 0
+
+
+@pytest.mark.parametrize("architecture", ["qwen3_5", "lfm2", "bamba", "nemotron_h"])
+def test_recurrent_layers_are_read_as_they_are_verified(architecture: str) -> None:
+    """Features of whole texts by transformers, whose Mamba2 clamps steps there, and of trees behind a prompt."""
+    model = wrap_model(tiny_model(architecture), name=architecture)
+    taps: tuple[Tap, ...] = (1, 2, "final")
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.randint(3, VOCAB_SIZE, (2, 24), generator=generator)
+    read = Teacher(model, taps).read_features(tokens)
+    runner = Runner(model, num_slots=2, context_len=40, taps=taps)
+    assert runner.name == "lean-native"
+    tree = TokenTree.from_rows([TreeRow(row, range(-1, 14)) for row in tokens[:, 9:].tolist()])
+    prompts = Pass.of_chains(tokens[:, :9].tolist(), slots=[0, 1], prefix_lens=[0, 0])
+    for work, places in ((prompts, slice(9)), (runner.verification([0, 1], [9, 9], tree), slice(9, 24))):
+        features, theirs = runner.run(work).features, read[:, places].flatten(0, 1)
+        assert features is not None
+        assert float((features.flatten(1) - theirs).abs().max()) < 1e-4 * float(theirs.abs().max())
 
 
 @pytest.fixture

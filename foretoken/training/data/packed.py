@@ -178,6 +178,14 @@ class PackedForm(NamedTuple):
         return cls(most, tokenizer.eos_token_id, tokenizer_sha(tokenizer))
 
 
+def unknown_token(token: int, vocab_size: int, model: str) -> str:
+    """Returns the message about a tokenizer that has more tokens than its model."""
+    return (
+        f"the tokenizer of '{model}' gives token {token}, and the model has a vocabulary of {vocab_size} tokens. "
+        "Expected the tokenizer that the model was trained with. Copy its files into the model's directory again."
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class Document:
     """One document as tokens, special ones included; `supervised`: which count as labels, None for all."""
