@@ -30,7 +30,7 @@ _GROUP = "foretoken.drafters"
 # Files that methods share, and one of a method of `heads`, which holds all methods with a network.
 _SHARED = {
     "base", "falcon", "head_drafter", "head_features", "heads", "levels", "native", "partial_reads", "registry",
-    "self_drafts", "suffix_tree", "text_draft", "vocabularies",
+    "self_drafts", "suffix_tree", "vocabularies",
 }  # fmt: skip
 # A tool of benchmarks that needs the answer: by its exact name only.
 _TOOLS = {"oracle"}

@@ -11,7 +11,7 @@ from tiny_models import VOCAB_SIZE, tiny_model
 from tokenizers_of_kinds import BUNDLED, KINDS, TEXTS, vocabulary
 
 from foretoken import LLM, SamplingParams
-from foretoken.drafters.text_draft import DraftText, Retokenizer
+from foretoken.drafters.draft_model import DraftText, Retokenizer
 from foretoken.models.loading import wrap_model
 from foretoken.runner.runner import Runner
 from tests.tree_checks import check_tree

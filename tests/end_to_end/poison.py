@@ -16,10 +16,9 @@ from foretoken.decoder.native_states import StateBlock
 from foretoken.decoder.recurrent_states import LayerState, NodeRow, PathState, RecurrentStates, _At, _LastPass
 from foretoken.decoder.torch_mixers import TorchBlock
 from foretoken.drafters.base import DraftContext, Prefix
-from foretoken.drafters.draft_model import DraftModelDrafter
+from foretoken.drafters.draft_model import DraftModelDrafter, TextDraftDrafter
 from foretoken.drafters.head_drafter import HeadDrafter
 from foretoken.drafters.head_features import WaitingFeatures
-from foretoken.drafters.text_draft import TextDraftDrafter
 from foretoken.engine.sequence import Sequence, slot_of
 from foretoken.models.level_states import LayerStates
 
