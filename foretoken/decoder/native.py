@@ -21,7 +21,8 @@ from foretoken.decoder.base import PassOutput, UnsuitableError
 from foretoken.decoder.blocks import Blocks, LeanWeights, tap_indices
 from foretoken.decoder.library import kernel_threads, native_library
 from foretoken.decoder.native_model import NativeModel
-from foretoken.decoder.native_states import StateMemory, native_states, put_states
+from foretoken.decoder.native_states import StateMemory, block_maker, put_states
+from foretoken.decoder.recurrent_states import PathStates
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
     from foretoken.core.passes import Pass, Tap, TokenChoice
     from foretoken.decoder.native_states import StateBlock
     from foretoken.decoder.quantized import Quantization
-    from foretoken.decoder.recurrent_states import PathStates
     from foretoken.decoder.slot_cache import SlotCache
 
 DTYPES = (torch.float32, torch.bfloat16)
@@ -161,7 +161,9 @@ class NativeBlocks:
         """Returns a pass without outputs and workspace; arguments and errors as `run`."""
         self._described = described = self._described.current()
         model = described.structure if work.num_layers is None else _cut(described.structure, work.num_layers)
-        states = None if self._states is None else native_states(work, model, self._states, self._state_memory)
+        states = (
+            None if self._states is None else PathStates.of(work, self._states, block_maker(model, self._state_memory))
+        )
         num, num_tokens, node_offsets = len(work.slots), work.offsets[-1], work.node_offsets
         lists = [(c_int64 * num)(*work.slots), (c_int64 * num)(*work.prefix_lens)]
         lists += [(c_int64 * (num + 1))(*work.offsets), (c_int64 * (num + 1))(*node_offsets)]
@@ -209,8 +211,21 @@ class NativeBlocks:
         self.workspaces.give_back(memory)
         if status:
             raise PassError(self.complaint(Status(status), work))
-        if self._states is not None and ready.states is not None:
-            self._states.finish(work, ready.states)
+        self.finish(work, ready)
+
+    def behind_ends(self, ready: PreparedPass, num_nodes: int) -> PathStates[StateBlock] | None:
+        """Returns states of nodes to draft behind the ends of a pass, see `PathStates`; None without recurrence."""
+        make = block_maker(ready.model, self._state_memory)
+        return None if ready.states is None else ready.states.behind_ends(num_nodes, make)
+
+    def finish(self, work: Pass, ready: PreparedPass, drafted: PathStates[StateBlock] | None = None) -> None:
+        """Keeps the states that a pass has made, and those of nodes `drafted` behind its ends in the same call."""
+        if self._states is None or ready.states is None:
+            return
+        self._states.finish(work, ready.states)
+        if drafted is not None and drafted.parents:
+            ends = [length + count for length, count in zip(work.prefix_lens, _lengths(work.node_offsets), strict=True)]
+            self._states.finish_nodes(work.slots, ends, drafted, is_level=True)
 
     def _workspace_bytes(self, *sizes: int) -> int:
         """`sizes`: nodes, threads, tokens whose attention weights are needed, tokens of recurrent layers replayed."""

@@ -15,15 +15,13 @@ from torch import Tensor
 
 from foretoken.core.errors import PassError
 from foretoken.decoder.mixers import LinearAttention
-from foretoken.decoder.recurrent_states import PathStates
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
-    from foretoken.core.passes import Pass
     from foretoken.decoder.arguments import Model, PassArguments
     from foretoken.decoder.mixers import ShortConvolution
-    from foretoken.decoder.recurrent_states import PathState, RecurrentStates
+    from foretoken.decoder.recurrent_states import PathState, PathStates
 
 _MOST_IDLE = 4  # blocks; a choice: a slot takes turns with two or three
 _MOST_IDLE_ROWS = 16  # blocks without states; a choice: a draft makes one for each level
@@ -112,18 +110,12 @@ class StateBlock:
             self._memory.give_back(self.tensor)
 
 
-def native_states(
-    work: Pass, model: Model, slots: RecurrentStates, memory: tuple[StateMemory, StateMemory]
-) -> PathStates[StateBlock]:
-    """Makes blocks for a pass; raises `PassError` as `RecurrentStates.begin`, and without memory for them.
+def block_maker(model: Model, memory: tuple[StateMemory, StateMemory]) -> Callable[[int, bool], StateBlock]:
+    """Returns the function that `PathStates` makes blocks with, which raises `PassError` without memory for one.
 
     memory: Of blocks with states, and of rows alone.
     """
-    return PathStates.of(
-        work,
-        slots,
-        lambda num_rows, has_states: StateBlock(model, num_rows, memory[not has_states], has_states=has_states),
-    )
+    return lambda num_rows, has_states: StateBlock(model, num_rows, memory[not has_states], has_states=has_states)
 
 
 def put_states(states: PathStates[StateBlock], arguments: PassArguments) -> list[Any]:

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeVar
 
@@ -79,6 +79,16 @@ class PassStates(Protocol):
     @property
     def starts(self) -> Sequence[Start]:
         """Of each sequence."""
+        ...
+
+    @property
+    def offsets(self) -> Sequence[int]:
+        """S + 1, the first node of each sequence, earlier ones too."""
+        ...
+
+    @property
+    def parents(self) -> Sequence[int]:
+        """Of each node, see `Pass`."""
         ...
 
     def is_kept(self, node: int) -> bool:
@@ -208,14 +218,17 @@ class RecurrentStates:
 
     def finish(self, work: Pass, states: PassStates) -> None:
         """Keeps the states that a pass has made."""
-        parents = work.parents.tolist()
-        for row, (first, end) in enumerate(pairwise(work.node_offsets)):
-            slot, length = work.slots[row], work.prefix_lens[row]
+        self.finish_nodes(work.slots, work.prefix_lens, states, is_level=work.num_earlier is not None)
+
+    def finish_nodes(self, slots: Sequence[int], lengths: Sequence[int], states: PassStates, *, is_level: bool) -> None:
+        """Keeps states behind nodes; `lengths`: tokens before them; `is_level`: see `_LastPass`."""
+        for row, (first, end) in enumerate(pairwise(states.offsets)):
+            slot, length = slots[row], lengths[row]
             before = self._known(slot, length - 1)
             self._keep_snapshots(slot, length, states.starts[row].state)
             self._before[slot] = before
             self._committed[slot] = _At(length, states.starts[row].state)
-            self._last[slot] = _LastPass(length, parents[first:end], first, states, work.num_earlier is not None)
+            self._last[slot] = _LastPass(length, states.parents[first:end], first, states, is_level)
 
     def _keep_snapshots(self, slot: int, length: int, state: Any) -> None:
         """Keeps states of a slot whose text goes on behind `length` tokens with this state."""
@@ -392,6 +405,22 @@ class PathStates(Generic[B]):
     def num_replayed(self) -> int:
         """Tokens before the nodes that the pass computes again."""
         return sum(len(each.rows) for each in self.begins())
+
+    def behind_ends(self, num_nodes: int, make: Callable[[int, bool], B]) -> PathStates[B]:
+        """Returns states behind up to `num_nodes` nodes that each sequence gets behind its last one; see `of_nodes`.
+
+        They are rows alone. make: As in `of`.
+        """
+        starts = [Start(self.after(end - 1)) for end in self.offsets[1:]]
+        made = [make(max(num_nodes, 1), False) for _ in starts]
+        rows = [[NodeRow(block, place) for place in range(num_nodes)] for block in made]
+        return PathStates(starts, [start.state for start in starts], made, [0] * len(made), rows, [0], [])
+
+    def of_nodes(self, parents: Tensor) -> PathStates[B]:
+        """Returns these states for the nodes that were made; parents: (S, W) or (1, W) int64, see `Pass`."""
+        num, count = len(self.made), parents.shape[1]
+        offsets = [place * count for place in range(num + 1)]
+        return replace(self, offsets=offsets, parents=parents.expand(num, -1).flatten().tolist())
 
     def is_kept(self, node: int) -> bool:
         """See `PassStates`."""

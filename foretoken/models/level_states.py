@@ -45,6 +45,8 @@ class LevelStates:
 
     Attributes:
         starts: Of each sequence.
+        offsets: S + 1, the first node of each sequence.
+        parents: Of each node, see `Pass`.
         empty: The states before any text, by layer.
         begun: The states that the first level begins with: behind prefixes, and behind nodes of earlier passes.
         levels: All new nodes of the pass, by depth.
@@ -54,6 +56,8 @@ class LevelStates:
     """
 
     starts: Sequence[Start]
+    offsets: Sequence[int]
+    parents: Sequence[int]
     empty: Mapping[int, LayerState]
     begun: Sequence[Mapping[int, LayerState]]
     levels: Sequence[TokenLevel]
@@ -94,7 +98,7 @@ class LevelStates:
             )
             for number, level in enumerate(by_depth)
         ]
-        return cls(starts, slots.empty, begun, levels, place, earlier)
+        return cls(starts, ends, parents, slots.empty, begun, levels, place, earlier)
 
     def before(self, layer: int) -> LayerState:
         """Returns the states that the first level begins with, in one layer."""

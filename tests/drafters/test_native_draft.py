@@ -14,7 +14,7 @@ from tiny_models import VOCAB_SIZE, tiny_model
 from foretoken import LLM, SamplingParams
 from foretoken.core.errors import PassError
 from foretoken.core.passes import Pass
-from foretoken.core.token_tree import TokenTree
+from foretoken.core.token_tree import TokenTree, TreeRow
 from foretoken.decoder.native import NativeDecoder
 from foretoken.drafters.base import DraftContext
 from foretoken.drafters.draft_model import DraftModelDrafter
@@ -96,6 +96,50 @@ def test_one_call_drafts_what_a_pass_for_each_level_drafts(shape: str, mix: str,
         assert_same_rows(*both, [len(text) if room else 0 for text, room in zip(texts, depths, strict=True)])
         for row, text in enumerate(texts):
             text += [*ours.tokens[row, 1 : 2 + row % 2].tolist(), 11 + row]
+
+
+RECURRENT_SHAPES = ("chain", "choices", "widths", "greedy drafts", "some tokens", "dynamic", "one dynamic level")
+
+
+@pytest.mark.parametrize(
+    ("shape", "architecture", "mix", "dtype"),
+    slow_products(list(RECURRENT_SHAPES), ["qwen3_5", "lfm2", "falcon_h1"], list(MIXES), list(DTYPES), each=1),
+)
+def test_recurrent_layers(shape: str, architecture: str, mix: str, dtype: str) -> None:
+    """Prompts, accepted paths, chains that end early, discarded proposals; committed states are those of the texts."""
+    module = noisy(architecture, dtype=DTYPES[dtype])
+    both = [drafter(module, DTYPES[dtype], by_levels=by, **SHAPES[shape]) for by in (False, True)]
+    params, is_coupled = zip(*(REQUESTS[kind] for kind in MIXES[mix]), strict=True)
+    texts = [list(text) for text in TEXTS[: len(params)]]
+    for turn in range(6):
+        depth = [[8, 2, 0, 1], [8] * 4][turn % 2][: len(texts)]
+        asked = context(texts, max_depth=depth, params=params, is_coupled=is_coupled)
+        if shape == "chain" and turn % 3 == 1:
+            asked = replace(asked, floors=FLOORS)
+        drafted, again = (made.propose(asked) for made in both)
+        assert_same_tree(drafted, again, 1e-5)
+        assert_same_rows(*both, [len(text) if room else 0 for text, room in zip(texts, depth, strict=True)])
+        for row, (tree, text) in enumerate(zip(drafted.rows(), texts, strict=True)):
+            if turn not in (2, 5):  # else the proposal is discarded
+                path = longest_path(tree)[: 1 + row % 2 + turn // 2]
+                text += [*(tree.tokens[node] for node in path), *[11 + row] * (4 if turn == 3 else 1)]
+    fresh = drafter(module, DTYPES[dtype], **SHAPES[shape])
+    for row, text in enumerate(texts):
+        fresh._runner.prefill(row, text, 0)
+        work = Pass.of_chains([[9, 5]], slots=[row], prefix_lens=[len(text)], has_last_logits=True)
+        read, ours, theirs = (made._runner.run(work).logits for made in (fresh, *both))
+        assert torch.equal(ours, theirs)
+        is_drafted = read.isfinite() & ours.isfinite()  # a part of the LM head depends on the tokens that were seen
+        assert is_drafted.sum() > 10
+        assert torch.equal(ours[is_drafted], read[is_drafted])
+
+
+def longest_path(tree: TreeRow) -> list[int]:
+    """Nodes from below the root to the first of the deepest ones."""
+    paths: list[list[int]] = [[]]
+    for node, parent in enumerate(tree.parents[1:], start=1):
+        paths.append([*paths[parent], node])
+    return max(paths, key=len)
 
 
 @pytest.mark.parametrize(("mix", "dtype"), slow_products(list(MIXES), list(DTYPES)))
@@ -206,9 +250,9 @@ def test_text_is_plain_decodings(shape: str, dtype: str) -> None:
     assert all(o.metrics.draft_errors == 0 for o in outputs)
 
 
-def native(num_slots: int = 2) -> Runner:
+def native(num_slots: int = 2, architecture: str = "llama") -> Runner:
     """A draft model with room for a chain of four."""
-    model = wrap_model(tiny_model("llama", seed=1), name="tiny")
+    model = wrap_model(tiny_model(architecture, seed=1), name="tiny")
     return Runner(model, num_slots=num_slots, context_len=40, max_nodes=5, runner="lean-native")
 
 
@@ -246,3 +290,15 @@ def test_drafts_that_do_not_fit_are_refused(work: Pass, tree: TreeExpansion) -> 
     assert all(torch.equal(a, b) for a, b in zip(before, made.cache.keys, strict=True))
     assert not tree.tokens[:, 1:].any()
     assert draft_trees(made, chains(), expansion(TreeShape.chain(4)), vocab_size=VOCAB_SIZE)
+
+
+@pytest.mark.parametrize("changes", [{"parents": torch.tensor([-1, 0, 0] * 2)}, {"num_earlier": [0, 0]}])
+def test_recurrent_drafts_begin_behind_chains(changes: dict[str, Any]) -> None:
+    """Where the pass before the draft is a tree, or a level of one, the draft is refused and no state changes."""
+    made, tree = native(architecture="qwen3_5"), expansion(TreeShape.chain(4))
+    with pytest.raises(PassError, match="Expected"):
+        draft_trees(made, replace(chains(), **changes), tree, vocab_size=VOCAB_SIZE)
+    assert made.cache.states is not None
+    assert made.cache.states.reusable(0, 3) == 0
+    assert draft_trees(made, chains(), tree, vocab_size=VOCAB_SIZE)
+    assert made.cache.states.reusable(0, 3) == 3

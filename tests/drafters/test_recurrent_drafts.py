@@ -1,8 +1,10 @@
 """Draft models with recurrent layers: what they draft after any history is what a new drafter drafts after the text."""
 
 import random
+from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ from foretoken import LLM, SamplingParams
 from foretoken.core.errors import ConfigError
 from foretoken.core.passes import Pass
 from foretoken.core.token_tree import TokenTree
+from foretoken.decoder.native import NativeBlocks
 from foretoken.drafters.base import DraftRequest, Prefix
 from foretoken.drafters.draft_model import DraftModelDrafter
 from tests.tree_checks import check_tree
@@ -47,9 +50,25 @@ def assert_equal(ours: TokenTree, theirs: TokenTree, row: int, *, is_exact: bool
     torch.testing.assert_close(ours.scores[row, :count], theirs.scores[0, :count], **tolerance)
 
 
+@pytest.fixture
+def way(request: pytest.FixtureRequest) -> Iterator[str]:
+    """How drafts are made: "whole" in one call where the decoder can, or a pass for each of the "levels"."""
+    if request.param == "whole":
+        yield request.param
+        return
+    with mock.patch("foretoken.drafters.levels.draft_trees", return_value=False):
+        yield request.param
+
+
+on_both_ways = pytest.mark.parametrize("way", ["whole", "levels"], indirect=True)
+
+
 @pytest.mark.parametrize("how", ["some", "everything", "nothing"])
-@pytest.mark.parametrize(("shape", "architecture"), slow_products(list(SHAPES), ARCHITECTURES, each=1))
-def test_a_draft_is_that_of_a_new_drafter(shape: str, architecture: str, how: str) -> None:
+@pytest.mark.parametrize(
+    ("shape", "architecture", "way"), slow_products(list(SHAPES), ARCHITECTURES, ["whole", "levels"], each=1),
+    indirect=["way"],
+)  # fmt: skip
+def test_a_draft_is_that_of_a_new_drafter(shape: str, architecture: str, way: str, how: str) -> None:
     """Ragged depths, thrown-away proposals, rounds without one, slots that begin anew, prompts in chunks."""
     made, draw = drafter(architecture, **SHAPES[shape]), random.Random(f"{shape} {how}")
     made._runner.prefill_chunk = 4
@@ -76,23 +95,26 @@ def test_a_draft_is_that_of_a_new_drafter(shape: str, architecture: str, how: st
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
+@on_both_ways
 def test_a_failed_pass_leaves_no_state_that_counts_as_drafted(
-    architecture: str, monkeypatch: pytest.MonkeyPatch
+    architecture: str, way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each pass of a draft in turn: the proposal is repeated, and the next one too."""
     made = drafter(architecture, num_speculative_tokens=4)
     text = [5, 6, 7, 8]
+    is_native = made._runner.name == "lean-native"
+    owner, name = (made._runner.decoder.workspaces, "take") if is_native else (made._runner, "run")
     for failing in range(6):
-        run, calls = made._runner.run, [0]
+        call, calls = getattr(owner, name), [0]
 
-        def fail(work: Pass, at: int = failing, run: Any = run, calls: list[int] = calls) -> Any:
+        def fail(*arguments: Any, at: int = failing, call: Any = call, calls: list[int] = calls) -> Any:
             calls[0] += 1
             if calls[0] == at:
                 raise MemoryError
-            return run(work)
+            return call(*arguments)
 
         with monkeypatch.context() as patch, suppress(MemoryError):
-            patch.setattr(made._runner, "run", fail)
+            patch.setattr(owner, name, fail)
             made.propose(context([text]))
         tree = made.propose(context([text]))
         fresh = drafter(architecture, num_speculative_tokens=4)
@@ -100,39 +122,52 @@ def test_a_failed_pass_leaves_no_state_that_counts_as_drafted(
         text = [*text, *tree.rows()[0].tokens[1 : 1 + failing % 5], 9]
 
 
+@pytest.fixture
+def fed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Tokens of each pass of native decoders, but for levels that one call drafts with its roots."""
+    fed, prepared = list[int](), NativeBlocks.prepared
+
+    def seen(blocks: Any, work: Pass, *inputs: Any) -> Any:
+        fed.append(work.num_tokens)
+        return prepared(blocks, work, *inputs)
+
+    monkeypatch.setattr(NativeBlocks, "prepared", seen)
+    return fed
+
+
 @pytest.mark.parametrize("architecture", ["qwen3_5", "lfm2"])
-def test_no_token_is_read_twice(architecture: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@on_both_ways
+def test_no_token_is_read_twice(architecture: str, way: str, fed: list[int]) -> None:
     """After full acceptance the last drafted token and the bonus token are new; after none the bonus token alone."""
-    made, fed = drafter(architecture, num_speculative_tokens=4), []
-    run = made._runner.run
-    monkeypatch.setattr(made._runner, "run", lambda work: fed.append(work.num_tokens) or run(work))
+    made = drafter(architecture, num_speculative_tokens=4)
+    levels = [1, 1, 1] if way == "levels" else []  # three of the four drafted tokens
     text = [5, 6, 7]
+    fed.clear()
     tree = made.propose(context([text]))
-    assert fed == [2, 1, 1, 1, 1]  # the prompt, the root, and three of the four drafted tokens
+    assert fed == [2, 1, *levels]  # the prompt and the root
     text += [*tree.rows()[0].tokens[1:], 9]
     fed.clear()
     made.propose(context([text]))
-    assert fed == [2, 1, 1, 1]
+    assert fed == [2, *levels]
     fed.clear()
     made.propose(context([text]))  # the proposal was discarded
-    assert fed == [1, 1, 1, 1]
+    assert fed == [1, *levels]
     fed.clear()
     made.propose(context([[*text, 11]]))
-    assert fed == [1, 1, 1, 1]
+    assert fed == [1, *levels]
 
 
-def test_the_prompt_of_another_text_is_not_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_prompt_of_another_text_is_not_read_again(fed: list[int]) -> None:
     """Completions of one prompt begin before its last token, where the state is known."""
-    made, fed = drafter("qwen3_5", num_speculative_tokens=2), []
+    made = drafter("qwen3_5", num_speculative_tokens=2)
     prompt = [3 + at % 40 for at in range(20)]
     for more in ([7], [7, 8], [7, 8, 9]):
         made.propose(context([[*prompt, *more]]))
-    run = made._runner.run
-    monkeypatch.setattr(made._runner, "run", lambda work: fed.append(work.num_tokens) or run(work))
     prefix = Prefix(slot=0, length=len(prompt))
     made.begin(3, DraftRequest(request_id="3", prompt=prompt, params=PARAMS[0], prefix=prefix))
+    fed.clear()
     ours = made.propose(context([[*prompt, 9]], slots=[3]))
-    assert sum(fed) == 3  # the prompt's last token, the root, a drafted one
+    assert fed == [2]  # the prompt's last token and the root
     assert_equal(ours, drafter("qwen3_5", num_speculative_tokens=2).propose(context([[*prompt, 9]])), 0, is_exact=True)
 
 

@@ -2,6 +2,7 @@
 
 from functools import cache
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from end_to_end.same_text import assert_same_text
 from end_to_end.tiny_llms import WIDTHS, draft_model, noisy, noisy_directory, target
 
 from foretoken import LLM, RequestOutput, SamplingParams
+from foretoken.drafters.native.trees import draft_trees
 
 PROMPTS = [[5], [7, 8, 9] * 4, [40, 3, 12, 9, 61, 17], list(range(3, 20))]
 PARAMS = [
@@ -50,6 +52,27 @@ def test_text_is_plain_decodings(architecture: str, draft: str, shape: str) -> N
     assert sum(each.metrics.num_drafted for each in outputs) > 40
     if architecture == draft:
         assert tokens_a_pass(outputs) > 1.25  # 1.42 and more are measured
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("draft", ["qwen3_5", "lfm2"])
+def test_whole_drafts_write_plain_decodings_text(draft: str, shape: str) -> None:
+    """Requests with a temperature alone: one native call drafts a tree; completions of a prompt share its states."""
+    params = [SamplingParams(temperature=at % 2 * 0.8, seed=at, max_tokens=24, n=1 + at // 3) for at in range(4)]
+    reference = LLM(target(draft, torch.float32), max_num_seqs=1).generate(PROMPTS, params)
+    made, are_whole = speculative(draft, draft, shape), list[bool]()
+
+    def drafted(*arguments: Any, **options: Any) -> bool:
+        are_whole.append(draft_trees(*arguments, **options))
+        return are_whole[-1]
+
+    with mock.patch("foretoken.drafters.levels.draft_trees", drafted):
+        outputs = made.generate(PROMPTS, params)
+    assert_same_text(outputs, reference, [shape] * len(PROMPTS), tolerance=1e-4)
+    assert all(are_whole)
+    assert len(are_whole) > 10
+    assert all(each.metrics.draft_errors == 0 for each in outputs)
+    assert tokens_a_pass(outputs) > 1.25
 
 
 def tokens_a_pass(outputs: list[RequestOutput]) -> float:

@@ -100,25 +100,29 @@ def draft_trees(runner: Runner, work: Pass, expansion: ShapedExpansion, *, vocab
 
     Returns:
         Whether the trees were drafted. False, without any change, if the kernels do not run the model, or cannot draft
-            for these requests. A draft of recurrent layers takes a pass for each level.
+            for these requests. States of recurrent layers are then known behind the nodes that were fed.
 
     Raises:
         PassError: See `Runner.run`.
     """
     blocks = runner.decoder
-    if not isinstance(blocks, NativeDecoder) or runner.cache.states is not None:
-        return False
-    if not can_draft(expansion, min(vocab_size, blocks.num_logits)):
+    if not isinstance(blocks, NativeDecoder) or not can_draft(expansion, min(vocab_size, blocks.num_logits)):
         return False
     work = runner.placed(work, num_drafted=expansion.num_fed)
     ready, draft = blocks.prepared(work), NativeDraft(expansion, vocab_size)
-    sizes = c_int64(work.node_offsets[-1]), c_int64(ready.arguments.num_threads)
+    drafted = blocks.behind_ends(ready, expansion.num_fed)
+    rows = None if drafted is None else (c_void_p * len(drafted.made))(*(each.first_row for each in drafted.made))
+    num_replayed = 0 if ready.states is None else ready.states.num_replayed
+    sizes = map(c_int64, (work.node_offsets[-1], ready.arguments.num_threads, num_replayed))
     model, drawn = byref(ready.model), byref(draft.arguments)
     size = blocks.library.foretoken_draft_bytes(model, drawn, *sizes)
     memory = blocks.workspaces.take(size, f"a draft of {draft.arguments.num_nodes} nodes")
     ready.arguments.workspace = memory.data_ptr()
-    status = blocks.library.foretoken_draft(model, byref(ready.arguments), drawn, c_int64(runner.last_position))
+    last_position = c_int64(runner.last_position)
+    status = blocks.library.foretoken_draft(model, byref(ready.arguments), drawn, last_position, rows)
     blocks.workspaces.give_back(memory)
     if status:
         raise PassError(blocks.complaint(Status(status), work))
+    if drafted is not None:
+        blocks.finish(work, ready, drafted.of_nodes(expansion.fed_nodes()[1]))
     return True

@@ -11,26 +11,29 @@
 
 extern "C" {
 
-// Bytes of the workspace of `foretoken_draft`, for a pass of this many nodes; -1 if 64 bits cannot count them.
-int64_t foretoken_draft_bytes(const Model* model, const Draft* draft, int64_t num_nodes, int64_t num_threads) {
+// Bytes of the workspace of `foretoken_draft`, for a pass of this many nodes, and tokens before them that recurrent layers
+// compute again; -1 if 64 bits cannot count them.
+int64_t foretoken_draft_bytes(const Model* model, const Draft* draft, int64_t num_nodes, int64_t num_threads, int64_t num_replayed) {
   return with_dtype(*model, [&](auto type) {
-    return ModelDraftSpace<decltype(type)>(*model, *draft, num_nodes, num_threads, nullptr).size;
+    return ModelDraftSpace<decltype(type)>(*model, *draft, num_nodes, num_threads, nullptr, num_replayed).size;
   });
 }
 
 // Runs a pass that ends with the roots of draft trees and computes their logits, and drafts the trees. Every level with
-// children is fed to the cache rows behind the root's. Returns a `Status`; a refused call writes nothing.
-Status foretoken_draft(const Model* model, const Pass* pass, const Draft* draft, int64_t last_position) {
+// children is fed to the cache rows behind the root's. drafted_rows: `rows` of `LevelPasses`. Returns a `Status`; a refused
+// call writes nothing.
+Status foretoken_draft(const Model* model, const Pass* pass, const Draft* draft, int64_t last_position, float* const* drafted_rows) {
   if (has_side(*model)) return Status::kMissing;  // a level would have no second input
   const int64_t width = seen_logits(*model, *draft);
   const int64_t rows = draft->candidates == nullptr ? draft->num_nodes : draft->num_nodes - draft->num_candidates;
-  const Status status = check_trees(*model, *pass, *draft, width, rows, last_position);
+  Status status = check_trees(*model, *pass, *draft, width, rows, last_position);
+  if (status == Status::kDone) status = check_drafted_rows(*model, *pass, drafted_rows);
   if (status != Status::kDone) return status;
   with_dtype(*model, [&](auto type) {
     using T = decltype(type);
-    const ModelDraftSpace<T> space(*model, *draft, pass->node_starts[pass->num_sequences], pass->num_threads, pass->workspace);
+    const ModelDraftSpace<T> space(*model, *draft, pass->node_starts[pass->num_sequences], pass->num_threads, pass->workspace, num_replayed(*model, *pass));
     const Children children(*draft, width, model->num_logits, space.levels.children);
-    LevelPasses<T> passes(*model, *pass, *draft, children, space.levels, true, last_position);
+    LevelPasses<T> passes(*model, *pass, *draft, children, space.levels, true, last_position, drafted_rows);
     ModelLevels<T> levels(*model, *draft, children, passes, space);
     Barrier barrier;
 #pragma omp parallel num_threads(int(pass->num_threads))

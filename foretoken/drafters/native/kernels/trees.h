@@ -68,17 +68,26 @@ struct LevelSpace {
   int64_t *fed, *depths, *places;  // (N,)
   int64_t *positions, *parents;    // (B, N)
   int64_t *prefix, *root_positions, *starts, *node_starts;  // (B + 1,)
+  // Of recurrent layers, see `Pass`:
+  float **states_from, **states_to, **rows_to;  // (B,)
+  int64_t *settled, *known_starts;              // (B + 1,)
+  const float** known;                          // (M + B N,)
   char* children;
   int64_t size = 0;
 
-  // width: logits of a row that count; M: nodes of the first pass.
-  LevelSpace(const Model& model, const Draft& draft, int64_t width, int64_t M, int64_t threads, void* base) {
+  // width: logits of a row that count; M: nodes of the first pass; replayed: tokens before these that recurrent layers
+  // compute again.
+  LevelSpace(const Model& model, const Draft& draft, int64_t width, int64_t M, int64_t threads, void* base, int64_t replayed = 0) {
     const int64_t B = draft.num_sequences, N = draft.num_nodes;
-    int64_t nodes = 0;
-    size = __builtin_mul_overflow(B, N, &nodes) ? -1 : Workspace<T>(model, std::max(M, nodes), threads, nullptr).size;
+    int64_t nodes = 0, most = 0;
+    const bool fits = !__builtin_mul_overflow(B, N, &nodes) && !__builtin_add_overflow(M, nodes, &most);
+    size = fits ? Workspace<T>(model, std::max(M, nodes), threads, nullptr, 0, std::max(M, replayed)).size : -1;
     for (int64_t** each : {&fed, &depths, &places}) take(base, size, *each, N, 1);
     for (int64_t** each : {&positions, &parents}) take(base, size, *each, B, N);
-    for (int64_t** each : {&prefix, &root_positions, &starts, &node_starts}) take(base, size, *each, B + 1, 1);
+    for (int64_t** each : {&prefix, &root_positions, &starts, &node_starts, &settled, &known_starts}) take(base, size, *each, B + 1, 1);
+    const int64_t recurrent = model.window == 0 ? 0 : 1;
+    for (float*** each : {&states_from, &states_to, &rows_to}) take(base, size, *each, recurrent, B);
+    take(base, size, known, recurrent, most);
     take(base, size, children, ChildrenSpace(draft, width, nullptr).size, 1);
   }
 };
@@ -101,14 +110,28 @@ inline Status check_trees(const Model& model, const Pass& pass, const Draft& dra
   return Status::kDone;
 }
 
+// Checks what recurrent layers need behind the first pass, which `check_trees` has checked. rows: see `LevelPasses`.
+inline Status check_drafted_rows(const Model& model, const Pass& pass, float* const* rows) {
+  if (model.window == 0) return Status::kDone;
+  if (rows == nullptr) return Status::kMissing;
+  for (int64_t s = 0; s < pass.num_sequences; ++s) {
+    if (rows[s] == nullptr || pass.states_to[s] == nullptr) return Status::kMissing;
+    for (int64_t n = 0; n < pass.node_starts[s + 1] - pass.node_starts[s]; ++n) {
+      if (pass.parents[pass.node_starts[s] + n] != n - 1) return Status::kParents;  // the roots end chains
+    }
+  }
+  return Status::kDone;
+}
+
 // The first pass, then those over the levels, one after another.
 template <class T>
 class LevelPasses {
  public:
   // feeds_leaves: whether nodes without children are fed too, so that the rows of accepted ones are kept.
   // last_position: the largest position of a node. Nodes beyond their sequence's room are cut off later.
-  LevelPasses(const Model& model, const Pass& pass, const Draft& draft, const Children& children, const LevelSpace<T>& space, bool feeds_leaves, int64_t last_position)
-      : model_(model), draft_(draft), children_(children), space_(space), feeds_leaves_(feeds_leaves), last_position_(last_position), pass_(pass) {
+  // rows: (B,), where recurrent layers store the inputs of each sequence's fed nodes, one row after another; or null.
+  LevelPasses(const Model& model, const Pass& pass, const Draft& draft, const Children& children, const LevelSpace<T>& space, bool feeds_leaves, int64_t last_position, float* const* rows = nullptr)
+      : model_(model), first_(pass), draft_(draft), children_(children), space_(space), rows_(rows), feeds_leaves_(feeds_leaves), last_position_(last_position), pass_(pass) {
     for (int64_t s = 0; s < draft.num_sequences; ++s) {
       space_.prefix[s] = pass.prefix[s] + pass.node_starts[s + 1] - pass.node_starts[s];
       space_.root_positions[s] = pass.positions[pass.node_starts[s + 1] - 1];
@@ -161,6 +184,7 @@ class LevelPasses {
     pass_.prefix = space_.prefix;
     pass_.starts = space_.starts;
     pass_.node_starts = space_.node_starts;
+    if (model_.window > 0) begin_states(space_.places[node(depth, 0)]);
     decoder_.emplace(model_, pass_);
   }
 
@@ -171,10 +195,35 @@ class LevelPasses {
   }
 
  private:
+  // Recurrent layers begin with the block that the first pass has made, and compute again the tokens behind it: down to
+  // the root, then the `earlier` nodes of the levels above. They make no block, so the committed states stay.
+  void begin_states(int64_t earlier) {
+    const int64_t size = model_.row_size;
+    int64_t count = space_.known_starts[0] = 0;
+    for (int64_t s = 0; s < draft_.num_sequences; ++s) {
+      const int64_t behind = first_.node_starts[s + 1] - first_.node_starts[s] - first_.settled[s];
+      for (int64_t i = 0; i < behind; ++i) space_.known[count++] = first_.rows_to[s] + i * size;
+      for (int64_t i = 0; i < earlier; ++i) space_.known[count++] = rows_[s] + i * size;
+      space_.known_starts[s + 1] = count;
+      space_.states_from[s] = first_.states_to[s];
+      space_.states_to[s] = nullptr;
+      space_.rows_to[s] = rows_[s] + earlier * size;
+      space_.settled[s] = 0;
+    }
+    pass_.states_from = space_.states_from;
+    pass_.states_to = space_.states_to;
+    pass_.rows_to = space_.rows_to;
+    pass_.known = space_.known;
+    pass_.known_starts = space_.known_starts;
+    pass_.settled = space_.settled;
+  }
+
   const Model& model_;
+  const Pass& first_;
   const Draft& draft_;
   const Children& children_;
   const LevelSpace<T>& space_;
+  float* const* rows_;
   const bool feeds_leaves_;
   const int64_t last_position_;
   Pass pass_;
@@ -207,9 +256,9 @@ struct ModelDraftSpace {
   int64_t *tokens, *logit_rows;  // (B, nodes of a level)
   int64_t size;
 
-  // M: nodes of the first pass.
-  ModelDraftSpace(const Model& model, const Draft& draft, int64_t M, int64_t threads, void* base)
-      : levels(model, draft, seen_logits(model, draft), M, threads, base), size(levels.size) {
+  // M, replayed: as in `LevelSpace`.
+  ModelDraftSpace(const Model& model, const Draft& draft, int64_t M, int64_t threads, void* base, int64_t replayed)
+      : levels(model, draft, seen_logits(model, draft), M, threads, base, replayed), size(levels.size) {
     const Widest widest(draft);
     int64_t rows = 0;
     if (__builtin_mul_overflow(draft.num_sequences, widest.inner, &rows)) size = -1;
