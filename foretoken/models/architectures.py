@@ -23,7 +23,7 @@ class LeanArchitecture:
     Attributes:
         norms: Names of a layer's norms, by the fields of `Block`.
         norm_offset: Added to a norm's weight.
-        activation: The configuration's entry that names the activation.
+        activation: The configuration's entry that names the activation; None if transformers always takes silu.
         window: Source of the sliding window: "none", "config" (one for all layers), or "layer"
             (`self_attn.sliding_window`).
         softcap: Whether the configuration caps attention scores.
@@ -39,7 +39,7 @@ class LeanArchitecture:
 
     norms: Mapping[str, str] = field(default_factory=lambda: _NORMS)
     norm_offset: float = 0.0
-    activation: str = "hidden_act"
+    activation: str | None = "hidden_act"
     window: str = "none"
     softcap: bool = False
     names: Mapping[str, str] = field(default_factory=dict)
@@ -194,6 +194,7 @@ _NEMOTRON = replace(_ONE_PART, activation="mlp_hidden_act", sigmoid_epsilon=1e-2
 _CONVOLUTIONS = LeanArchitecture(
     norms={"attention_norm": "operator_norm", "mlp_norm": "ffn_norm"},
     mixer="conv",
+    activation=None,
     names={
         "norm": "embedding_norm",
         "o_proj": "out_proj",

@@ -150,7 +150,7 @@ def _part(owner: Any, name: str, architecture: LeanArchitecture) -> Any:
 
 
 def _activation(config: Any, architecture: LeanArchitecture) -> str:
-    return str(getattr(config, architecture.activation, "silu"))
+    return "silu" if architecture.activation is None else str(getattr(config, architecture.activation, "silu"))
 
 
 class _Layer(NamedTuple):

@@ -148,6 +148,16 @@ def decoders_for(model: LoadedModel) -> list[str]:
     return [*native, "lean-stock", "generic"]
 
 
+def kernels_need_dtype(model: LoadedModel) -> bool:
+    """Decides whether the native kernels would run a model in another dtype."""
+    if NativeDecoder.runs(model.device, model.dtype) or not NativeDecoder.runs(model.device, torch.bfloat16):
+        return False
+    with suppress(UnsuitableError):
+        read_weights(model, 1)
+        return True
+    return False
+
+
 def check_architecture(name: str, model: LoadedModel) -> None:
     """Raises `UnsuitableError` for what a decoder does not know, before anything is copied, compiled or timed."""
     _check_rows(name, is_rounded=model.kv_cache_dtype == "int8")

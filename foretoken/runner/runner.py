@@ -39,6 +39,7 @@ from foretoken.runner.decoders import (
     check_architecture,
     decoders_for,
     drafting_decoder,
+    kernels_need_dtype,
     layer_shapes,
     proven_decoder,
     state_bytes,
@@ -146,6 +147,11 @@ def choose_decoder(
             continue
         if candidates.reasons:
             _say_once(logging.WARNING, f"{model.name} runs on the {name} runner. {candidates.refusals()}")
+        if name == "generic" != runner and cache.states is not None and kernels_need_dtype(model):
+            _say_once(
+                logging.WARNING, f"{model.name} has recurrent layers, which are slow on the generic runner in "
+                f"{str(model.dtype).removeprefix('torch.')}. Pass dtype='bfloat16' or 'float32' for lean-native.",
+            )  # fmt: skip
         if reason:
             _say_once(logging.INFO, f"{model.name}: {reason}")
         return ChosenDecoder(decoder, reason or f"{name} is used: {_why_alone(name, runner)}")

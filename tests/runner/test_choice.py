@@ -15,7 +15,7 @@ from foretoken import LLM, SamplingParams
 from foretoken.core.errors import ConfigError, ModelError, PassError
 from foretoken.decoder import fused_linear
 from foretoken.decoder.library import native_library
-from foretoken.models.loading import wrap_model
+from foretoken.models.loading import load_model, wrap_model
 from foretoken.runner import costs, decoders
 from foretoken.runner.costs import CostCurve, PassCosts, keep_points, measure_costs
 from foretoken.runner.runner import PassWidths, Runner, likely_decoder, ranked
@@ -128,6 +128,32 @@ def test_where_no_exact_one_fits_costs_decide(table: dict[str, PassCosts]) -> No
 def test_nothing_is_measured_without_a_choice(architecture: str, kind: str, expected: str, why: str) -> None:
     made = runner(loaded(architecture), kind, unasked)
     assert (made.name, made.choice) == (expected, f"{expected} is used: {why}")
+
+
+@pytest.mark.parametrize(("kind", "is_said"), [("fastest", True), ("auto", True), ("generic", False)])
+def test_recurrent_layers_on_the_generic_runner_name_a_faster_dtype(
+    kind: str, is_said: bool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once, and not where it was asked for by name."""
+    monkeypatch.setattr("foretoken.runner.runner._said", set())
+    model = loaded("lfm2", dtype=torch.float64)
+    for _ in range(2):
+        assert runner(model, kind, INEXACT.__getitem__).name == "generic"
+    said = "on the generic runner in float64. Pass dtype='bfloat16' or 'float32' for lean-native."
+    assert caplog.text.count(said) == is_said
+
+
+def test_an_activation_that_transformers_does_not_read() -> None:
+    """LFM2 takes silu, whatever its configuration says; the self-test would refuse another activation."""
+    assert runner(loaded("lfm2", hidden_act="gelu", dtype=torch.float32), "lean-native", unasked).name == "lean-native"
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen3_5", "lfm2"])
+def test_the_dtype_of_models_from_files(architecture: str, tmp_path: Path) -> None:
+    """On a CPU float32 with or without recurrent layers, whatever the files have, unless weights are in integers."""
+    tiny_model(architecture, dtype=torch.bfloat16).save_pretrained(tmp_path)
+    assert load_model(tmp_path, device="cpu").dtype is torch.float32
+    assert load_model(tmp_path, device="cpu", dtype="bfloat16").dtype is torch.bfloat16
 
 
 def test_noise_does_not_decide() -> None:
