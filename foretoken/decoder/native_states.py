@@ -38,9 +38,9 @@ def mixer_floats(mixer: ShortConvolution | LinearAttention) -> tuple[int, int]:
     return mixer.num_heads * mixer.key_dim * columns, channels + mixer.num_heads * gates
 
 
-def state_bytes(mixers: Sequence[ShortConvolution | LinearAttention], num_slots: int, num_nodes: int) -> int:
-    """Returns the bytes of the blocks of all slots: before a pass over `num_nodes` nodes each, and after it."""
-    return (2 * num_slots + _MOST_IDLE) * block_bytes(mixers, num_nodes)
+def state_bytes(mixers: Sequence[ShortConvolution | LinearAttention], num_blocks: int, num_nodes: int) -> int:
+    """Returns the bytes of the blocks of all slots with the inputs of `num_nodes` nodes each, and of idle ones."""
+    return (num_blocks + _MOST_IDLE) * block_bytes(mixers, num_nodes)
 
 
 def block_bytes(mixers: Sequence[ShortConvolution | LinearAttention], num_rows: int) -> int:

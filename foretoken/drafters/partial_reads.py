@@ -401,7 +401,7 @@ def draft_runner(
         )
     runner = Runner(
         model, num_slots=target.num_slots, context_len=partial_rows or target.context_len, max_nodes=num_fed + 1,
-        runner=target.runner, has_partial_texts=partial_rows is not None,
+        runner=target.runner, has_partial_texts=partial_rows is not None, feeds_again=True,
     )  # fmt: skip
     if partial_rows is not None and runner.cache.states is not None:
         raise ConfigError(

@@ -100,13 +100,15 @@ class StateBytes(NamedTuple):
 
 
 def state_bytes(
-    model: LoadedModel, shapes: Sequence[LayerShape], runner: str, *, num_slots: int, max_nodes: int
-) -> StateBytes:
+    model: LoadedModel, shapes: Sequence[LayerShape], runner: str, *, num_slots: int, max_nodes: int,
+    feeds_again: bool = False,
+) -> StateBytes:  # fmt: skip
     """Returns what the states of a model take, before its decoder is made.
 
     Lean decoders make states of each tree's root and store the inputs of its nodes; `generic` has a state of every
-    node. `runner`: a decoder, or a way to choose one.
+    node. `runner`: a decoder, or a way to choose one; `feeds_again`: see `Runner`.
     """
+    kept = 3 if feeds_again else 2  # of a slot: before its last token, committed, and that of the pass
     parts = [part for shape in shapes for part in shape.state or () if part is not None]
     if not parts:
         return StateBytes()
@@ -114,12 +116,12 @@ def state_bytes(
         with suppress(UnsuitableError):
             mixers = read_weights(model, 1).layers.mixers
             if runner != StockDecoder.name and NativeDecoder.runs(model.device, model.dtype):
-                return StateBytes(native_state_bytes(mixers, num_slots, max_nodes), block_bytes(mixers, 1))
+                return StateBytes(native_state_bytes(mixers, kept * num_slots, max_nodes), block_bytes(mixers, 1))
             sizes = MixerSizes.of(mixers, model.dtype, model.device)
             if sizes is not None:
-                return StateBytes(2 * num_slots * sizes.block_bytes(max_nodes), sizes.block_bytes(1))
+                return StateBytes(kept * num_slots * sizes.block_bytes(max_nodes), sizes.block_bytes(1))
     state = sum(part.nbytes for part in parts)
-    return StateBytes(num_slots * (max_nodes + 2) * state, state)
+    return StateBytes(num_slots * (max_nodes + kept) * state, state)
 
 
 LEAN: dict[str, Callable[[LeanWeights, SlotCache, Sequence[Tap]], Decoder]] = {

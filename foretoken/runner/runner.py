@@ -280,6 +280,7 @@ class Runner:
         shares_rows: bool = False,
         kv_cache_memory_bytes: int | None = None,
         has_partial_texts: bool = False,
+        feeds_again: bool = False,
     ) -> None:
         """Allocates the cache and proves on the model that tree attention is correct.
 
@@ -294,6 +295,8 @@ class Runner:
                 caller then calls `cache.reserve` before a pass writes rows.
             kv_cache_memory_bytes: Memory for KV rows; None for half of the free memory.
             has_partial_texts: Whether slots hold some rows of longer texts, so that positions may exceed the rows.
+            feeds_again: Whether the last token of a slot is fed again after a discarded draft, as draft models do:
+                recurrent layers then keep the state before it, too.
 
         Raises:
             ConfigError: If `runner` does not exist.
@@ -305,7 +308,7 @@ class Runner:
         self.prefill_chunk = prefill_chunk
         self._make_cache(
             num_slots, context_len, kv_cache_memory_bytes, runner=runner, shares_rows=shares_rows,
-            has_partial_texts=has_partial_texts,
+            has_partial_texts=has_partial_texts, feeds_again=feeds_again,
         )  # fmt: skip
         self.last_position = min(model.context_len, self.cache.num_positions) - 1
         self._taps = tuple(taps)
@@ -337,6 +340,7 @@ class Runner:
         runner: str,
         shares_rows: bool,
         has_partial_texts: bool,
+        feeds_again: bool,
     ) -> None:
         """Allocates the KV cache, and cuts the context to what memory holds; arguments: see `__init__`."""
         model = self.model
@@ -346,7 +350,9 @@ class Runner:
         }  # fmt: skip
         wanted = min(context_len or model.context_len, model.context_len)
         memory = share_of_free(model.device) if memory_bytes is None else memory_bytes
-        states = state_bytes(model, shapes, runner, num_slots=num_slots, max_nodes=self.max_nodes)
+        states = state_bytes(
+            model, shapes, runner, num_slots=num_slots, max_nodes=self.max_nodes, feeds_again=feeds_again
+        )
         most = num_slots * (wanted // SPACING + _MORE_SNAPSHOTS) * states.snapshot
         snapshot_bytes = min(int(_SNAPSHOT_SHARE * memory), most)
         rows = affordable_rows(shapes, memory_bytes=memory - states.slots - snapshot_bytes, **kinds)

@@ -1,5 +1,6 @@
 """Draft models with recurrent layers, and targets with them: plain decoding's text, and the same tokens a pass."""
 
+import weakref
 from functools import cache
 from typing import Any
 from unittest import mock
@@ -10,6 +11,7 @@ from end_to_end.same_text import assert_same_text
 from end_to_end.tiny_llms import WIDTHS, draft_model, noisy, noisy_directory, target
 
 from foretoken import LLM, RequestOutput, SamplingParams
+from foretoken.decoder.native_states import StateBlock
 from foretoken.drafters.native.trees import draft_trees
 
 PROMPTS = [[5], [7, 8, 9] * 4, [40, 3, 12, 9, 61, 17], list(range(3, 20))]
@@ -111,3 +113,28 @@ def test_sampled_texts_without_seeds_are_drafted() -> None:
     outputs = speculative("qwen3_5", "qwen3_5", "widths").generate(PROMPTS, params)
     assert all(each.metrics.draft_errors == 0 for each in outputs)
     assert tokens_a_pass(outputs) > 1.2
+
+
+def test_states_of_a_draft_model_are_as_many_as_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three a slot: before the last token, which is fed again, the committed one, and that of the pass."""
+    alive, most = set[int](), 0
+    made, counted = StateBlock.__init__, list[int]()
+
+    def watched(self: StateBlock, *arguments: Any, has_states: bool) -> None:
+        made(self, *arguments, has_states=has_states)
+        if has_states:
+            nonlocal most
+            alive.add(id(self))
+            weakref.finalize(self, alive.discard, id(self))
+            most = max(most, len(alive))
+
+    def told(mixers: Any, num_blocks: int, num_nodes: int) -> int:
+        counted.append(num_blocks)
+        return 0
+
+    llm = speculative("llama", "qwen3_5", "chain", enable_prefix_caching=False)  # no snapshots beside them
+    monkeypatch.setattr(StateBlock, "__init__", watched)
+    llm.generate(PROMPTS, PARAMS)
+    monkeypatch.setattr("foretoken.runner.decoders.native_state_bytes", told)
+    speculative("llama", "qwen3_5", "chain")
+    assert (most > 2 * 3, counted) == (True, [3 * 3])
