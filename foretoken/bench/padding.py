@@ -297,26 +297,24 @@ class PaddedModel:
 
         Raises `ConfigError` when the dtype cannot hold the model's numbers, `OSError` when a file cannot be written.
         """
-        shards: list[list[str]] = []
         shard: dict[str, Tensor] = {}
+        files: dict[str, str] = {}  # by tensor; their number is known at the end, so no name says it
 
-        def end_shard() -> None:
-            shards.append(list(shard))
-            write_weights(new / f"{len(shards)}.safetensors", shard)
+        def end_shard(name: str) -> None:
+            write_weights(new / name, shard)
+            files.update(dict.fromkeys(shard, name))
             shard.clear()
+
+        def next_name() -> str:
+            return f"model-{len(set(files.values())) + 1:05}.safetensors"
 
         for key, tensor in self.tensors(padding):
             if shard and sum(each.numel() for each in shard.values()) + tensor.numel() > _SHARD_SIZE:
-                end_shard()
+                end_shard(next_name())
             shard[key] = tensor.cpu()
             on_tensor()
-        end_shard()
-        files: dict[str, str] = {}
-        for number, keys in enumerate(shards, start=1):
-            name = _WEIGHTS if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
-            (new / f"{number}.safetensors").rename(new / name)
-            files |= dict.fromkeys(keys, name)
-        if len(shards) > 1:
+        end_shard(next_name() if files else _WEIGHTS)
+        if _WEIGHTS not in files.values():
             index = {"metadata": {}, "weight_map": files}
             (new / f"{_WEIGHTS}.index.json").write_text(json.dumps(index, indent=1) + "\n", encoding="utf-8")
         self.write_all_but_weights(new)

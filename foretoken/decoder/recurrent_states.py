@@ -316,7 +316,7 @@ class RecurrentStates:
         return None if snapshot is None else _At(length, snapshot)
 
 
-class Block(Protocol):
+class HeldStates(Protocol):
     """The states of all layers if there are any, and rows; never changed once a pass has made them."""
 
     def tensors(self) -> Sequence[Tensor]:
@@ -324,7 +324,7 @@ class Block(Protocol):
         ...
 
 
-B = TypeVar("B", bound=Block)
+B = TypeVar("B", bound=HeldStates)
 
 
 class NodeRow(NamedTuple, Generic[B]):

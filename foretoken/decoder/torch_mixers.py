@@ -84,7 +84,7 @@ class MixerSizes(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TorchBlock:
-    """See `foretoken.decoder.recurrent_states.Block`.
+    """See `foretoken.decoder.recurrent_states.HeldStates`.
 
     Attributes:
         state: (L, H, Dk, Dv) in at least float32; None for convolutions alone, and for rows alone.
@@ -107,7 +107,7 @@ class TorchBlock:
         return cls(state, rows, window)
 
     def tensors(self) -> Sequence[Tensor]:
-        """See `foretoken.decoder.recurrent_states.Block`."""
+        """See `foretoken.decoder.recurrent_states.HeldStates`."""
         return (self.rows,) if self.state is None else (self.state, self.rows)
 
 
