@@ -6,13 +6,14 @@ from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Hashable
 from collections.abc import Sequence as Seq
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 
 from foretoken.core.backend import has_cuda_runtime
-from foretoken.core.errors import described, one_line
+from foretoken.core.errors import RequestError, described, one_line
 from foretoken.core.records import GenerationMetrics, SequenceStep
 from foretoken.core.results import CompletionOutput, Logprob, StreamChunk, TextPart
 from foretoken.sampling.batch import History, HistoryTable, SamplingBatch, SamplingRequest
@@ -144,8 +145,15 @@ class Sequence:
         return len(tokens)
 
     def until_stop(self, path: list[int], tokens: Seq[int]) -> list[int]:
-        """Returns the nodes of an accepted path before its first stop token: the cached text ends there."""
-        return path[: next((at for at, token in enumerate(tokens) if token in self._stop_ids), None)]
+        """Returns the nodes of an accepted path before the token that ends the text: the cached text ends there."""
+        end = next((at for at, token in enumerate(tokens) if token in self._stop_ids), len(tokens))
+        if path and self._detokenizer is not None and not self._stops.is_empty:
+            ahead = self._detokenizer.copy()
+            with suppress(RequestError):  # `emit` ends the sequence with it
+                for at, token in enumerate(tokens[:end]):
+                    if (new := ahead.push(token)) and self._stops.find(ahead.text, len(new)) is not None:
+                        return path[:at]
+        return path[:end]
 
     def credit(self, step: SequenceStep) -> None:
         """Records who proposed the tokens that an iteration appended."""

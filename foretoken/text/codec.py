@@ -4,7 +4,8 @@ import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
-from typing import Any
+from copy import copy
+from typing import Any, Self
 
 from foretoken.core.checks import checked_token_ids, shown
 from foretoken.core.errors import RequestError, foreign_errors_as, one_line
@@ -188,6 +189,12 @@ class Detokenizer:
         self._prefix = 0
         self.text = ""
         self.ends: list[int] = []
+
+    def copy(self) -> Self:
+        """Returns another one with the same text, to look ahead."""
+        other = copy(self)
+        other._tokens, other.ends = list(self._tokens), list(self.ends)
+        return other
 
     def push(self, token: int) -> str:
         """Adds a token; returns the text that became certain, which may be empty."""

@@ -195,15 +195,23 @@ def test_later_hits_are_of_the_same_text(architecture: str, runner: str, shape: 
     assert found > 150
 
 
-@pytest.mark.parametrize("has_stop", [True, False])
+@pytest.mark.parametrize("has_stop", [True, False, "string"])
 @on_all
-def test_a_text_that_ends_inside_a_draft(architecture: str, runner: str, shape: str, has_stop: bool) -> None:
+def test_a_text_that_ends_inside_a_draft(architecture: str, runner: str, shape: str, has_stop: bool | str) -> None:
     """The target agrees with the whole draft; the state of the next turn is that of the shorter text."""
     output = text(architecture, LONG, 24)
     stop = next(at for at in range(7, 20) if output.index(output[at]) == at)
     texts = known(architecture, [LONG], 24)
     llm = engine(architecture, runner, shape, texts, script=(DEPTH,), max_num_seqs=1)
     asked = params(24, stop_token_ids=[output[stop]]) if has_stop else params(stop + 1)
+    if has_stop == "string":
+        llm = engine(
+            architecture, runner, shape, texts, script=(DEPTH,), max_num_seqs=1, tokenizer=(codec := tokenizer())
+        )
+        told = [codec.decode(output[:count]) for count in range(25)]
+        string = told[stop + 1][len(told[stop]) :] or told[stop][-1]
+        stop = next(at for at in range(24) if string in told[at + 1])
+        asked = params(24, stop=[string])
     (first,) = llm.generate(LONG, asked)
     assert list(first.outputs[0].token_ids) == output[: stop + 1]
     turn = [*LONG, *output[: stop + 1], 7, 8, 9]
