@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import torch
 
 from foretoken.bench.padded_heads import padded_head
-from foretoken.bench.padding import Fill, PaddedModel, Padding, exactly, fingerprint, growth, open_model
+from foretoken.bench.padding import Fill, PaddedModel, Padding, SmallModel, exactly, fingerprint, growth, open_model
 from foretoken.bench.quality import all_logits
 from foretoken.bench.recurrent_twins import FAMILIES, Family, RecurrentTwin
 from foretoken.bench.workload import counted, no_progress
@@ -165,7 +165,7 @@ def _planned_parts(plan: TwinPlan) -> tuple[list[_PlannedModel], list[_PlannedHe
             f"{plan.num_layers} layers are asked for, and '{small.path}' has {small.num_layers}, which are all "
             f"needed{more}. Expected at least {fewest}."
         )
-    family = _family(plan)
+    family = _family(plan, small)
     recurrent = None if family is None else RecurrentTwin(small, factor, family)
     padded = PaddedModel(small=small, factor=factor, num_layers=plan.num_layers, dtype=plan.dtype, recurrent=recurrent)
     heads = _heads(plan)
@@ -178,14 +178,15 @@ def _planned_parts(plan: TwinPlan) -> tuple[list[_PlannedModel], list[_PlannedHe
     return models, heads
 
 
-def _family(plan: TwinPlan) -> Family | None:
+def _family(plan: TwinPlan, small: SmallModel) -> Family | None:
     """Returns the architecture of a hybrid twin; raises `ConfigError` for an unknown one, and float16."""
     if plan.recurrent is None:
         return None
     family = FAMILIES.get(plan.recurrent)
     if family is None:
         raise ConfigError(f"recurrent is '{plan.recurrent}'. {nearest_name_hint(plan.recurrent, FAMILIES)}")
-    if plan.dtype == torch.float16:
+    keys = [] if plan.dtype else [key for key in small.weights.shapes if ".layers.0." in key]
+    if torch.float16 in (plan.dtype, *(tensor.dtype for tensor in small.weights.fetch(keys).values())):
         raise ConfigError("twins with recurrent layers have numbers that float16 cannot hold. Pass another dtype.")
     return family
 

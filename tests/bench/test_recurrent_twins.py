@@ -119,3 +119,13 @@ def test_what_does_not_fit_is_refused(tmp_path: Path, architecture: str, changes
     model = small(tmp_path / "small", architecture)
     told = refused(model, tmp_path / "out" / "twin", **{"recurrent": "qwen3_5", **changes})
     assert message.split("GiB")[-1] in told
+
+
+def test_weights_stored_in_float16_need_another_dtype(tmp_path: Path) -> None:
+    model = small(tmp_path / "small", dtype=torch.float16)
+    for family in FAMILIES:
+        told = refused(model, tmp_path / "out" / "twin", recurrent=family)
+        assert "numbers that float16 cannot hold. Pass another dtype." in told
+        made(model, tmp_path / family, recurrent=family, dtype=torch.float32)
+        ours, theirs = (logits(path, "lean-native", "float32") for path in (model, tmp_path / family))
+        assert float((ours - theirs).abs().max()) < 1e-5 * float(theirs.abs().max())
