@@ -128,13 +128,14 @@ def convert(
 
 def _read_head(path: Path, around: TargetInfo, *, has_target: bool) -> tuple[str, HeadCheckpoint]:
     from foretoken.entrypoints.drafter_files import check_is_no_model
-    from foretoken.formats.registry import read_head
+    from foretoken.formats.registry import MODELS_OWN, holds_own_head, read_head
 
     weights = around.loaded if has_target else None
     try:
         return read_head(path, target=around.fingerprint, base_config=around.config, weights=weights)
     except ModelError:
-        check_is_no_model(path)
+        if not holds_own_head(path, MODELS_OWN):
+            check_is_no_model(path)
         raise
 
 

@@ -168,6 +168,13 @@ def _own_head(path: Path) -> HeadFiles:
     return HeadFiles(path, found.settings.fields, _opened=opened)
 
 
+def holds_further_tokens(path: Path) -> bool:
+    """Decides whether a path is a GGUF file of a model with a head; raises `ModelError` for damaged files."""
+    from foretoken.models.stored.gguf_next_tokens import FurtherTokens
+
+    return is_gguf(path) and FurtherTokens.of_file(path) is not None
+
+
 def holds_pickles(directory: Path) -> bool:
     """Decides whether a directory has files that may be pickled weights."""
     return any(file for kind in _PICKLES for file in directory.glob(kind))

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from foretoken.core.errors import ConfigError, ModelError, nearest_name_hint, one_line
 from foretoken.formats.checkpoint import HeadCheckpoint, TargetFingerprint, TargetInfo, TargetWeights, with_dtype
 from foretoken.formats.conversion import Format, Reader, WriteOptions
-from foretoken.formats.files import HeadFiles, holds_pickles, open_files, whole_files
+from foretoken.formats.files import HeadFiles, holds_further_tokens, holds_pickles, open_files, whole_files
 from foretoken.formats.speculators import KINDS
 from foretoken.models.names import is_gguf
 
@@ -80,7 +80,8 @@ def holds_head(path: Path) -> bool:
     try:
         files = open_files(path)
         form = format_of(files)
-        return (form is not None and form.name != MODELS_OWN) or unserved_head(files) is not None
+        is_head = form is not None and (path.is_file() or form.name != MODELS_OWN)
+        return is_head or unserved_head(files) is not None
     except ModelError:
         if path.is_file() or not any(directory.glob("*.safetensors")):
             raise
@@ -88,13 +89,13 @@ def holds_head(path: Path) -> bool:
 
 
 def holds_own_head(model: Path, method: str) -> bool:
-    """Decides whether the files of a model hold a head of a method too, for `read_head`."""
-    if method != MODELS_OWN or not (is_gguf(model) or any(model.glob("*.safetensors"))):
+    """Decides whether the files of a model hold a head of a method too, for `read_head`.
+
+    Raises `ModelError` for damaged files: nobody can say what they hold.
+    """
+    if method != MODELS_OWN or not (holds_further_tokens(model) or any(model.glob("*.safetensors"))):
         return False
-    try:
-        form = format_of(open_files(model))
-    except ModelError:  # the loader of models reports it
-        return False
+    form = format_of(open_files(model))
     return form is not None and form.name == MODELS_OWN
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from cli.command_line import assert_refused
 from end_to_end.same_text import assert_same_text
 from safetensors.torch import load_file, save_file
 from tiny_models import tiny_model
@@ -152,6 +153,26 @@ def test_targets_without_a_head_are_named(tmp_path: Path) -> None:
         LLM(str(tmp_path / "target"), speculative_config={"method": "mtp"})
     with pytest.raises(ConfigError, match="is a model, and method 'mtp' needs a mtp head"):
         LLM(str(tmp_path / "target"), speculative_config={"method": "mtp", "model": str(tmp_path / "target")})
+
+
+def test_damaged_heads_in_the_targets_files_are_named(files: Path, tmp_path: Path) -> None:
+    """Not "there is no head": neither by the command that converts it nor by the method."""
+    save_file({"mtp.fc.weight": torch.zeros(2)}, files / "mtp.safetensors")
+    assert_refused("missing: mtp.layers.0.input_layernorm.weight", "convert", str(files), str(tmp_path / "out"))
+    stored = (files / "mtp.safetensors").read_bytes()
+    (files / "mtp.safetensors").write_bytes(stored[:-1])
+    with pytest.raises(ModelError, match=r"mtp\.safetensors is damaged"):
+        LLM(str(files), speculative_config={"method": "mtp"})
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_file_with_a_head_is_a_head(files: Path) -> None:
+    """A model is never named by a file of safetensors."""
+    assert holds_head(files / "mtp.safetensors")
+    (output,) = LLM(str(files), speculative_config={"method": "mtp", "model": str(files / "mtp.safetensors")}).generate(
+        [PROMPTS[1]], GREEDY
+    )
+    assert output.outputs[0].token_ids == plain("lean-native")[1].outputs[0].token_ids
 
 
 def test_heads_that_are_not_served_are_named(tmp_path: Path) -> None:

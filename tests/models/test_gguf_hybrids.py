@@ -266,6 +266,25 @@ def test_layers_for_further_tokens_are_a_head(path: Path, name: str) -> None:
     assert drafted[0].metrics.num_drafted > 0
 
 
+@pytest.mark.parametrize(
+    ("tensors", "part"),
+    [
+        ({"ffn_gate_exps": (64,), "ffn_up_exps": (4, 32, 64)}, "gate_up_proj [64] instead of [4, 2, 32, 64]"),
+        ({"ffn_gate_exps": (4, 32, 64), "ffn_up_exps": (64,)}, "gate_up_proj [4, 2, 16, 64] instead of"),
+        ({"ffn_gate_exps": (4, 32, 64), "ffn_up_exps": (4, 16, 64)}, "gate_up_proj [4, 2, 16, 64] instead of"),
+        ({"ffn_gate_exps": (4, 32, 64), "ffn_gate_inp_shexp": (3, 64)}, "gate.weight [3, 64] instead of [1, 64]"),
+    ],
+)
+def test_wrong_shapes_of_a_head_are_named(path: Path, tensors: dict[str, tuple[int, ...]], part: str) -> None:
+    def add(writer: GGUFWriter) -> None:
+        for name, shape in ({"nextn.eh_proj": (64, 128)} | tensors).items():
+            writer.add_tensor(f"blk.3.{name}.weight", torch.zeros(shape).numpy())
+
+    values = {"nextn_predict_layers": 1, "block_count": 4, "attention.recurrent_layers": [True, False, True, False]}
+    written(path, "qwen35 with experts", values=values, adds=[add])
+    assert part in refusal(path, read_head)
+
+
 def test_what_a_file_leaves_out_is_as_llama_cpp_takes_it(path: Path) -> None:
     written(path, "qwen35 of six heads", values={"full_attention_interval": None})
     assert open_gguf(path).config.layer_types == [*["linear_attention"] * 3, "full_attention"]

@@ -54,10 +54,15 @@ class FurtherTokens:
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Of the tensors of `names`."""
-        found = {key: self.settings.file.tensors[own[0]].shape for key, own in self.names.items()}
-        joined = {key: (shape[0], 2 * shape[1], *shape[2:]) for key, shape in found.items() if len(self.names[key]) > 1}
-        gates = {key: (1, *shape[-1:]) for key, shape in found.items() if key.endswith(".shared_expert_gate.weight")}
-        return found | joined | gates
+        return {key: self._shape(key) for key in self.names}
+
+    def _shape(self, key: str) -> tuple[int, ...]:
+        first, *others = (self.settings.file.tensors[name].shape for name in self.names[key])
+        if key.endswith(".shared_expert_gate.weight") and len(first) == 1:
+            return 1, *first
+        if others and len(first) > 1 and others == [first]:  # gate and up
+            return first[0], 2 * first[1], *first[2:]
+        return first
 
     def tensor(self, key: str) -> Tensor:
         """Reads a tensor, in float32 if it is stored in integers."""
