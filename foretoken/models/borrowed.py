@@ -1,5 +1,7 @@
 """A model in its caller's memory: a copy of its modules over the same weights, and changes that the caller makes."""
 
+from __future__ import annotations
+
 import copy
 from collections import OrderedDict
 from collections.abc import Iterator

@@ -20,7 +20,7 @@ from torch import Tensor
 from foretoken.core.checks import shown
 from foretoken.core.errors import ModelError, foreign_errors_as, listed, one_line
 from foretoken.models.architectures import GGUF_ARCHITECTURES, GgufArchitecture
-from foretoken.models.config import check_sizes, is_size
+from foretoken.models.config import LARGEST_SIZE, check_sizes, is_size
 from foretoken.models.stored.gguf_hybrids import (
     DELTA_NETS,
     LEFT_OUT,
@@ -138,7 +138,7 @@ class Values:
         """Returns a positive whole number, as `number`."""
         value = self.number(key, default)
         if not is_size(value):
-            raise self.refusal(f"has {shown(value)} as {self.name}.{key}", "a positive whole number")
+            raise self.refusal(f"has {shown(value)} as {self.name}.{key}", f"a whole number from 1 to {LARGEST_SIZE}")
         return int(value)
 
 
