@@ -12,7 +12,7 @@ from held_calls import HeldCalls
 from server.live_server import LiveServer
 
 from foretoken.engine.sequence import Sequence
-from foretoken.server import answers, app, live_request
+from foretoken.server import answers, app, live_request, request_fields
 from foretoken.server.live_request import in_pool, in_thread, is_large
 
 LONGEST_S = 60
@@ -62,7 +62,7 @@ def test_bodies_that_are_no_objects(content: str, speculative: LiveServer) -> No
     )
 
 
-@pytest.mark.parametrize(("module", "step"), [(app, "parse_object"), (live_request, "completion_request")])
+@pytest.mark.parametrize(("module", "step"), [(app, "parse_object"), (request_fields, "completion_request")])
 def test_others_are_served_while_a_large_body_is_read(
     module: Any, step: str, speculative: LiveServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
