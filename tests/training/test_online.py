@@ -167,7 +167,7 @@ def test_what_drafts_better_is_published_and_the_next_process_begins_with_it(
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for weight in training.student.module.parameters():
-            weight.add_(0.03 * torch.randn(weight.shape, generator=generator))
+            weight.add_(0.06 * torch.randn(weight.shape, generator=generator))
     before = training_runs.weights_of(training.student)
     rounds = [training.round() for _ in range(3)]
     for one in rounds:
