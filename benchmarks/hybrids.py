@@ -32,6 +32,7 @@ from benchmarks.markdown import markdown_table
 from benchmarks.pairs.contestants import Contestant
 from foretoken.bench.compare import SetupEngines, in_turn
 from foretoken.bench.workload import Workload
+from foretoken.core import backend
 from foretoken.decoder import library
 from foretoken.entrypoints.config import PLAIN, Setup
 from foretoken.files.atomic_files import JournalFile
@@ -290,7 +291,7 @@ def measure_speed_ups(target: Path, journal: JournalFile, options: argparse.Name
     missing = [i for i in range(options.prompts) if not names <= known[target.name, "request", ROWS, i].keys()]
     if not missing:
         return
-    library.set_num_threads(2)
+    backend.set_num_threads(2)
     model, generator = load_model(target, dtype="bfloat16", device="cpu"), torch.Generator().manual_seed(0)
     texts = torch.randint(model.vocab_size, (options.prompts, ROWS), generator=generator).tolist()
     workload = Workload(prompts=texts, temperatures=(0.0,), max_tokens=options.max_tokens)

@@ -2,6 +2,7 @@
 
 import gc
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 
@@ -14,16 +15,22 @@ PACKAGE = Path(foretoken.__file__).parent
 PROMPT = "def read_config(path):\n"
 
 
-@pytest.mark.parametrize(("drafter", "limit"), [("ngram", 41), ("draft_model", 47), ("ngram+draft_model", 48)])
+@pytest.mark.parametrize(("drafter", "limit"), [("ngram", 40), ("draft_model", 45), ("ngram+draft_model", 48)])
 def test_generate_enters_few_files(drafter: str, limit: int) -> None:
-    """The limits may only fall: two above the most of 120 calls, since measured costs decide which ways a call takes.
+    """The limits may only fall: two above what most calls enter, the median of five.
 
-    Files that only the first call of an engine enters do not count. Garbage is collected before, since an engine that
-    is collected stores its acceptance.
+    Measured costs decide which ways a call takes. Files that only the first call of an engine enters do not count.
+    Garbage is collected before, since an engine that is collected stores its acceptance.
     """
     llm = LLM(str(PACKAGE.parent / "models" / "tinycode"), speculative_config=drafter)
     params = SamplingParams(temperature=0, max_tokens=96, ignore_eos=True)
     llm.generate(PROMPT, params)
+    calls = sorted((entered(lambda: llm.generate(PROMPT, params)) for _ in range(5)), key=len)
+    assert len(calls[2]) <= limit, "\n".join(calls[2])
+
+
+def entered(call: Callable[[], object]) -> list[str]:
+    """The package's files in which a call runs a function."""
     files: set[str] = set()
 
     def note(frame: FrameType, event: str, _: object) -> None:
@@ -33,9 +40,7 @@ def test_generate_enters_few_files(drafter: str, limit: int) -> None:
     gc.collect()
     sys.setprofile(note)
     try:
-        for _ in range(3):
-            llm.generate(PROMPT, params)
+        call()
     finally:
         sys.setprofile(None)
-    entered = sorted(file for file in files if Path(file).is_relative_to(PACKAGE))
-    assert len(entered) <= limit, "\n".join(entered)
+    return sorted(file for file in files if Path(file).is_relative_to(PACKAGE))

@@ -19,8 +19,8 @@ from benchmarks.speedup.rows import Journal, rows_of
 from benchmarks.speedup.sizes import Size, digest_of, methods_of, prepare, twin_label, weights_bytes
 from foretoken.bench.plots import in_order
 from foretoken.bench.workload import load_prompts
+from foretoken.core.backend import set_num_threads
 from foretoken.core.errors import ForetokenError
-from foretoken.decoder.library import set_num_threads
 
 _SIZES = "12x256,32x256,12x1024,24x1024"  # with the same prompts, so that sizes compare
 _MODEL = Path(__file__).resolve().parents[2] / "models" / "tinycode"

@@ -277,7 +277,7 @@ class LoadOptions:
 def use_threads(threads: int | None) -> None:
     """Sets the number of CPU threads unless it is None; raises `ConfigError` if there are far fewer processors."""
     if threads is not None:
-        from foretoken.decoder.library import set_num_threads
+        from foretoken.core.backend import set_num_threads
 
         set_num_threads(threads)
 

@@ -1,5 +1,6 @@
 """What a device offers, a clock for its work, and torch's global state, kept apart from the caller's."""
 
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -12,6 +13,7 @@ import numpy as np
 import torch
 from torch import overrides
 
+from foretoken.core.errors import ConfigError
 from foretoken.core.records import StageSeconds
 
 
@@ -26,13 +28,8 @@ def runs_cpu_kernels(device: torch.device) -> bool:
 
 
 def has_cuda_runtime(device: torch.device) -> bool:
-    """Whether `torch.cuda` serves the device, on NVIDIA GPUs and under ROCm: streams, events, memory counters."""
+    """Whether `torch.cuda` serves the device, on NVIDIA GPUs and under ROCm: streams, events, graphs, counters."""
     return device.type == "cuda"
-
-
-def has_cuda_graphs(device: torch.device) -> bool:
-    """Whether passes can be captured as CUDA graphs on the device."""
-    return has_cuda_runtime(device)
 
 
 def has_triton_kernels(device: torch.device) -> bool:
@@ -182,6 +179,31 @@ _SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], None]], ...] = (
     (_matmul_precision, _set_matmul_precision),
     (torch.get_num_threads, torch.set_num_threads),
 )
+
+
+# A choice: more threads than that only wait for each other (NOTES, "Waiting threads").
+MAX_THREADS = 4 * (os.cpu_count() or 1)
+_kernel_threads = {"most": MAX_THREADS}
+
+
+def kernel_threads() -> int:
+    """Returns the threads of a native kernel: torch's, at most `MAX_THREADS`; 1 where a fork broke OpenMP's."""
+    return min(torch.get_num_threads(), _kernel_threads["most"])
+
+
+def limit_kernel_threads(most: int) -> None:
+    """Sets the most threads of native kernels in this process."""
+    _kernel_threads["most"] = most
+
+
+def set_num_threads(count: int) -> None:
+    """Sets the number of threads of torch and the kernels; raises `ConfigError` outside 1..`MAX_THREADS`."""
+    if not 1 <= count <= MAX_THREADS:
+        raise ConfigError(
+            f"threads is {count}. Expected 1..{MAX_THREADS} on this machine of {os.cpu_count()} processors. Pass no "
+            "more than the cores that are really free."
+        )
+    torch.set_num_threads(count)
 
 
 class StageClock:

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from foretoken.attention.layout import AttentionLayout, has_kernel
-from foretoken.core.backend import has_cuda_graphs, runs_cpu_kernels
+from foretoken.core.backend import has_cuda_runtime, runs_cpu_kernels
 from foretoken.core.checks import require
 from foretoken.core.errors import PassError
 from foretoken.decoder.base import UnsuitableError
@@ -59,7 +59,7 @@ def _backend_for(
         except UnsuitableError:
             if backend == "native":
                 raise
-    if capture is None and has_cuda_graphs(layers.device):
+    if capture is None and has_cuda_runtime(layers.device):
         capture = CudaGraphCapture(layers.device)
     plain = _Torch(layers, cache)
     widest = max(block.spec.head_dim for block in layers.attention)

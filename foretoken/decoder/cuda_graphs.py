@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from foretoken.attention.layout import has_kernel
-from foretoken.core.backend import has_cuda_graphs, has_cuda_runtime
+from foretoken.core.backend import has_cuda_runtime
 from foretoken.core.errors import PassError
 from foretoken.core.passes import Pass
 from foretoken.decoder.base import PassOutput, UnsuitableError
@@ -254,7 +254,7 @@ class GraphDecoder:
         `capture` captures a graph on first use of a shape; None takes CUDA graphs.
         """
         if capture is None:
-            if not has_cuda_graphs(weights.device):
+            if not has_cuda_runtime(weights.device):
                 raise UnsuitableError("passes are captured as CUDA graphs on NVIDIA GPUs only.")
             capture = CudaGraphCapture(weights.device)
         if weights.layers.mixers:

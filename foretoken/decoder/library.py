@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from foretoken.core.backend import limit_kernel_threads
 from foretoken.core.errors import ConfigError, undone_on_error
 from foretoken.decoder.base import UnsuitableError
 from foretoken.files.user_cache import open_cache, read_kept, say_nothing_is_kept, write_kept
@@ -266,28 +267,8 @@ def _digest(data: bytes) -> bytes:
     return hashlib.sha256(data).hexdigest().encode()
 
 
-# A choice: more threads than that only wait for each other (NOTES, "Waiting threads").
-MAX_THREADS = 4 * (os.cpu_count() or 1)
 _PAUSE_HARD = 2  # omp_pause_hard: ends the threads
-_fork = {"ended": True, "limit": MAX_THREADS}  # whether OpenMP's threads were ended before the last fork
-
-
-def kernel_threads() -> int:
-    """Returns the number of threads of a kernel: torch's, but at most `MAX_THREADS`.
-
-    Returns 1 in a forked child if the parent could not end its OpenMP threads.
-    """
-    return min(torch.get_num_threads(), _fork["limit"])
-
-
-def set_num_threads(count: int) -> None:
-    """Sets the number of threads of torch and the kernels; raises `ConfigError` outside 1..`MAX_THREADS`."""
-    if not 1 <= count <= MAX_THREADS:
-        raise ConfigError(
-            f"threads is {count}. Expected 1..{MAX_THREADS} on this machine of {os.cpu_count()} processors. Pass no "
-            "more than the cores that are really free."
-        )
-    torch.set_num_threads(count)
+_has_ended = {"threads": True}  # whether OpenMP's threads were ended before the last fork
 
 
 def _pauses() -> Iterator[ctypes._NamedFuncPointer | None]:
@@ -301,13 +282,14 @@ def _pauses() -> Iterator[ctypes._NamedFuncPointer | None]:
 
 def _before_fork() -> None:
     """Ends the OpenMP threads of the forking thread, which alone lives on in the child."""
-    _fork["ended"] = all(pause is not None and pause(_PAUSE_HARD) == 0 for pause in _pauses())
+    _has_ended["threads"] = all(pause is not None and pause(_PAUSE_HARD) == 0 for pause in _pauses())
 
 
 def _after_fork_in_child() -> None:
     count = torch.get_num_threads()
-    if not _fork["ended"] and count > 1:
-        _fork["limit"] = count = 1
+    if not _has_ended["threads"] and count > 1:
+        count = 1
+        limit_kernel_threads(count)
         _log.warning("the OpenMP threads could not be ended before a fork; the child process runs on one thread.")
     # Torch replaces a thread pool that the fork broke at the first call, which must not come from two threads.
     torch.set_num_threads(count)

@@ -20,10 +20,9 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 from torch import Tensor, nn
 
-from foretoken.core.backend import runs_cpu_kernels
+from foretoken.core.backend import kernel_threads, runs_cpu_kernels
 from foretoken.core.errors import PassError
 from foretoken.decoder.base import UnsuitableError
-from foretoken.decoder.library import kernel_threads
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence

@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from foretoken.core.backend import runs_cpu_kernels
+from foretoken.core.backend import kernel_threads, runs_cpu_kernels
 from foretoken.core.errors import PassError
 from foretoken.decoder.arguments import Model, PassArguments, Status
 from foretoken.decoder.base import PassOutput, UnsuitableError
 from foretoken.decoder.blocks import Blocks, LeanWeights, tap_indices
-from foretoken.decoder.library import kernel_threads, native_library
+from foretoken.decoder.library import native_library
 from foretoken.decoder.native_model import NativeModel
 from foretoken.decoder.native_states import StateMemory, block_maker, put_states
 from foretoken.decoder.recurrent_states import PathStates
@@ -215,8 +215,9 @@ class NativeBlocks:
 
     def behind_ends(self, ready: PreparedPass, num_nodes: int) -> PathStates[StateBlock] | None:
         """Returns states of nodes to draft behind the ends of a pass, see `PathStates`; None without recurrence."""
-        make = block_maker(ready.model, self._state_memory)
-        return None if ready.states is None else ready.states.behind_ends(num_nodes, make)
+        if ready.states is None:
+            return None
+        return ready.states.behind_ends(num_nodes, block_maker(ready.model, self._state_memory))
 
     def finish(self, work: Pass, ready: PreparedPass, drafted: PathStates[StateBlock] | None = None) -> None:
         """Keeps the states that a pass has made, and those of nodes `drafted` behind its ends in the same call."""

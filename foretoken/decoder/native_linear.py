@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from foretoken.core.backend import runs_cpu_kernels
+from foretoken.core.backend import kernel_threads, runs_cpu_kernels
 from foretoken.core.errors import PassError
 from foretoken.decoder.base import UnsuitableError
-from foretoken.decoder.library import kernel_threads, native_library
+from foretoken.decoder.library import native_library
 from foretoken.decoder.memory import HeldMemory, check_memory, has_memory
 from foretoken.decoder.quantized import Quantization, QuantizedMatrix, matrix_struct, quantized
 from foretoken.decoder.quantized_modules import QuantizedLinear

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from foretoken.core.backend import runs_cpu_kernels
+from foretoken.core.backend import kernel_threads, runs_cpu_kernels
 from foretoken.core.checks import require
 from foretoken.decoder.arguments import MatrixStruct, Status, StoredBlocks, address
 from foretoken.decoder.base import UnsuitableError
-from foretoken.decoder.library import kernel_threads, library_or_none
+from foretoken.decoder.library import library_or_none
 from foretoken.decoder.memory import SHARED_PAGES
 from foretoken.decoder.panels import (
     PANEL,

@@ -21,9 +21,16 @@ import psutil
 import torch
 from torch import Tensor
 
-from foretoken.core.backend import has_cuda_runtime, has_triton_kernels, integers_on, reads_are_free, runs_cpu_kernels
+from foretoken.core.backend import (
+    has_cuda_runtime,
+    has_triton_kernels,
+    integers_on,
+    kernel_threads,
+    reads_are_free,
+    runs_cpu_kernels,
+)
 from foretoken.core.checks import require
-from foretoken.decoder.library import kernel_threads, library_or_none
+from foretoken.decoder.library import library_or_none
 from foretoken.decoder.memory import untouched_zeros
 from foretoken.decoder.recurrent_states import LayerState, RecurrentStates
 

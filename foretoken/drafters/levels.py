@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from foretoken.core.backend import has_cuda_graphs, integers_on
+from foretoken.core.backend import has_cuda_runtime, integers_on
 from foretoken.core.passes import Pass
 from foretoken.core.token_tree import common_prefix_len
 from foretoken.decoder.cuda_graphs import (
@@ -88,7 +88,7 @@ class CapturedExpansion(Generic[Result]):
             is_capturable: Whether the work of `fill` can be captured.
         """
         self._fill, self._device = fill, device
-        if capture is None and has_cuda_graphs(device):
+        if capture is None and has_cuda_runtime(device):
             capture = CudaGraphCapture(device)
         self._graphs: CapturedGraphs[tuple[ShapedExpansion, Result]] | None = None
         if capture is not None and is_capturable:

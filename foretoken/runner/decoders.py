@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from foretoken.core.backend import has_cuda_graphs, has_cuda_runtime
+from foretoken.core.backend import has_cuda_runtime
 from foretoken.core.errors import ModelError
 from foretoken.decoder.base import Decoder, UnsuitableError
 from foretoken.decoder.cuda_graphs import GraphDecoder
@@ -144,7 +144,7 @@ EXACT = frozenset(
 
 def decoders_for(model: LoadedModel) -> list[str]:
     """Returns the decoders for a model's device and dtype; at equal costs an earlier one is preferred."""
-    if has_cuda_graphs(model.device):
+    if has_cuda_runtime(model.device):
         return ["lean-graphs", "lean-stock", "generic"]
     native = ["lean-native"] if NativeDecoder.runs(model.device, model.dtype) else []
     return [*native, "lean-stock", "generic"]

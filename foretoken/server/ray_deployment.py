@@ -107,7 +107,7 @@ class Replica:
         """
         from ray import serve
 
-        from foretoken.decoder.library import set_num_threads
+        from foretoken.core.backend import set_num_threads
         from foretoken.entrypoints.async_llm import AsyncLLM
         from foretoken.entrypoints.llm import LLM
         from foretoken.server.app import ServerConfig, make_app

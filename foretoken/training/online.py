@@ -37,8 +37,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
+from foretoken.core.backend import set_num_threads
 from foretoken.core.errors import ConfigError, ModelError, RequestError, described, one_line
-from foretoken.decoder.library import set_num_threads
 from foretoken.entrypoints.model_arguments import load_target
 from foretoken.files.atomic_files import new_directory
 from foretoken.training.data.packed import Document, PackedForm, PackedTokens, PackedWriter

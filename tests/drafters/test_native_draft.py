@@ -42,6 +42,7 @@ MIXES = {
 }
 SHAPES: dict[str, dict[str, Any]] = {
     "chain": {"num_speculative_tokens": 5},
+    "floors": {},
     "tree": {"tree": "tree"},
     "choices": {"tree": MEDUSA_CHOICES},
     "gapped choices": {"tree": GAPPED_CHOICES},
@@ -98,7 +99,7 @@ def test_one_call_drafts_what_a_pass_for_each_level_drafts(shape: str, mix: str,
             text += [*ours.tokens[row, 1 : 2 + row % 2].tolist(), 11 + row]
 
 
-RECURRENT_SHAPES = ("chain", "choices", "widths", "greedy drafts", "some tokens", "dynamic", "one dynamic level")
+RECURRENT_SHAPES = ("floors", "choices", "widths", "greedy drafts", "some tokens", "dynamic", "one dynamic level")
 
 
 @pytest.mark.parametrize(
@@ -114,7 +115,7 @@ def test_recurrent_layers(shape: str, architecture: str, mix: str, dtype: str) -
     for turn in range(6):
         depth = [[8, 2, 0, 1], [8] * 4][turn % 2][: len(texts)]
         asked = context(texts, max_depth=depth, params=params, is_coupled=is_coupled)
-        if shape == "chain" and turn % 3 == 1:
+        if shape == "floors" and turn % 3 != 2:
             asked = replace(asked, floors=FLOORS)
         drafted, again = (made.propose(asked) for made in both)
         assert_same_tree(drafted, again, 1e-5)

@@ -45,10 +45,10 @@ def trees(monkeypatch: pytest.MonkeyPatch) -> Rerun:
     monkeypatch.setattr("foretoken.decoder.cuda_graphs._LEAST_BOUND", 32)  # fewer programs for the interpreter
     monkeypatch.setattr("foretoken.decoder.fused_linear.is_packable", lambda weight: False)  # as on a GPU
     monkeypatch.setattr("foretoken.trees.dynamic.reads_are_free", lambda device: False)
-    monkeypatch.setattr("foretoken.drafters.levels.has_cuda_graphs", lambda device: True)
+    monkeypatch.setattr("foretoken.drafters.levels.has_cuda_runtime", lambda device: True)
     monkeypatch.setattr("foretoken.drafters.levels.CudaGraphCapture", lambda device: made)
     monkeypatch.setattr("foretoken.decoder.block_stack.runs_cpu_kernels", lambda device: False)
-    monkeypatch.setattr("foretoken.decoder.block_stack.has_cuda_graphs", lambda device: True)
+    monkeypatch.setattr("foretoken.decoder.block_stack.has_cuda_runtime", lambda device: True)
     monkeypatch.setattr("foretoken.decoder.block_stack.CudaGraphCapture", lambda device: Rerun())
     monkeypatch.setitem(DECODERS, "lean-graphs", graph_decoder(Rerun()))
     return made
@@ -97,7 +97,7 @@ def test_a_head_drafts_the_trees_of_the_loop(kind: str, shape: str, trees: Rerun
     captured = head_drafter(kind, **SHAPES[shape])
     assert captured._stack.backend == "graphs"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("foretoken.drafters.levels.has_cuda_graphs", lambda device: False)
+        patch.setattr("foretoken.drafters.levels.has_cuda_runtime", lambda device: False)
         plain = head_drafter(kind, **SHAPES[shape])
     assert_drafts_agree(captured, plain, kind, shape)
     assert trees.num_runs >= 1
@@ -108,7 +108,7 @@ def test_a_head_drafts_the_trees_of_the_loop(kind: str, shape: str, trees: Rerun
 def test_spire_drafts_the_trees_of_the_loop(kind: str, shape: str, trees: Rerun) -> None:
     captured = spire_drafter(kind, **SHAPES[shape])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("foretoken.drafters.levels.has_cuda_graphs", lambda device: False)
+        patch.setattr("foretoken.drafters.levels.has_cuda_runtime", lambda device: False)
         plain = spire_drafter(kind, **SHAPES[shape])
     assert_drafts_agree(captured, plain, kind, shape)
     assert trees.num_runs >= 1

@@ -14,6 +14,7 @@ import torch
 from protocol import serve, settings
 from transformers import AutoModelForCausalLM
 
+from foretoken.core import backend
 from foretoken.core.passes import Pass
 from foretoken.core.sampling_params import SamplingParams
 from foretoken.core.token_tree import TokenTree, TreeRow
@@ -131,7 +132,7 @@ def seconds(work: Callable[[], None]) -> float:
 
 
 _given = settings()
-library.set_num_threads(2)
+backend.set_num_threads(2)
 _engine = (
     _Theirs(_given["target"])
     if _given["runner"] == "transformers"

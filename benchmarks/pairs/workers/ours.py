@@ -6,7 +6,7 @@ from typing import Any
 from protocol import serve, settings
 
 from foretoken import LLM, SamplingParams
-from foretoken.decoder.library import set_num_threads
+from foretoken.core.backend import set_num_threads
 
 _given = settings()
 set_num_threads(2)

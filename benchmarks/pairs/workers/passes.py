@@ -5,8 +5,8 @@ import time
 
 from protocol import serve, settings
 
+from foretoken.core.backend import set_num_threads
 from foretoken.core.passes import Pass
-from foretoken.decoder.library import set_num_threads
 from foretoken.models.loading import load_model
 from foretoken.runner.runner import Runner
 

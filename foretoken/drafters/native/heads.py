@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from foretoken.core.backend import kernel_threads
 from foretoken.core.errors import PassError
 from foretoken.decoder.arguments import MatrixStruct, NormStruct, Status
 from foretoken.decoder.base import UnsuitableError
-from foretoken.decoder.library import kernel_threads, native_library
+from foretoken.decoder.library import native_library
 from foretoken.decoder.memory import Described, HeldMemory, has_memory, lost_memory, use_huge_pages
 from foretoken.decoder.native import DTYPES, Workspaces, fitting, range_of
 from foretoken.decoder.native_linear import NativeLinear
