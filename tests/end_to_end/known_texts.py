@@ -26,52 +26,59 @@ def module(architecture: str) -> Any:
     return tiny_model(architecture)
 
 
-def greedy(
-    model: Any,
-    prompt: Sequence[int],
-    count: int,
-    allowed: Callable[[list[int]], list[int] | None] = lambda output: None,
-) -> list[int]:
-    """Returns the greedy output of transformers, which reads prompt and output one token at a time.
+class Oracle:
+    """Greedy texts by transformers, which reads one token at a time. What it once read it does not read again."""
 
-    Args:
-        model: Of transformers.
-        prompt: At least one token.
-        count: Most tokens.
-        allowed: Tokens that may follow an output; none end it, None allows all.
-    """
-    state, tokens = None, list(prompt)
-    with torch.inference_mode(), threads(1):  # threads take longer than the sums of such small models
-        for place in range(len(prompt) + count - 1):
-            at = torch.tensor([[place]])  # Bamba would take 0 for the position of each forward
-            step = model(torch.tensor([[tokens[place]]]), position_ids=at, past_key_values=state, use_cache=True)
-            state = step.past_key_values
-            if place + 1 < len(tokens):
-                continue
-            following = allowed(tokens[len(prompt) :])
-            if following == []:
-                break
-            logits = step.logits[0, -1]
+    def __init__(self, model: Any) -> None:
+        """Reads with a model of transformers, which nobody may change afterwards."""
+        self._model = model
+        self._read: dict[tuple[int, ...], tuple[Any, torch.Tensor]] = {(): (None, torch.empty(0))}
+
+    def text(
+        self,
+        prompt: Sequence[int],
+        count: int,
+        allowed: Callable[[list[int]], list[int] | None] = lambda output: None,
+    ) -> list[int]:
+        """Returns what is written behind a prompt.
+
+        Args:
+            prompt: At least one token.
+            count: Most tokens.
+            allowed: Tokens that may follow an output; none end it, None allows all.
+        """
+        output: list[int] = []
+        while len(output) < count and (following := allowed(output)) != []:
+            logits = self._logits((*prompt, *output))
             ids = torch.arange(len(logits)) if following is None else torch.tensor(following)
             best = logits[ids].topk(min(2, len(ids)))
             assert len(ids) == 1 or best.values[0] - best.values[1] > _LEAST_MARGIN, "a near-tie: take another prompt"
-            tokens.append(int(ids[best.indices[0]]))
-    return tokens[len(prompt) :]
+            output.append(int(ids[best.indices[0]]))
+        return output
+
+    def _logits(self, tokens: tuple[int, ...]) -> torch.Tensor:
+        """(V,) behind some tokens."""
+        known = next(end for end in range(len(tokens), -1, -1) if tokens[:end] in self._read)
+        for place in range(known, len(tokens)):
+            state = copy.deepcopy(self._read[tokens[:place]][0])
+            at = torch.tensor([[place]])  # Bamba would take 0 for the position of each forward
+            with torch.inference_mode(), threads(1):  # threads take longer than the sums of such small models
+                step = self._model(
+                    torch.tensor([[tokens[place]]]), position_ids=at, past_key_values=state, use_cache=True
+                )
+            self._read[tokens[: place + 1]] = step.past_key_values, step.logits[0, -1]
+        return self._read[tokens][1]
 
 
 @cache
-def _oracle(architecture: str) -> Any:
-    return copy.deepcopy(module(architecture))
-
-
-@cache
-def _text(architecture: str, prompt: tuple[int, ...], count: int) -> list[int]:
-    return greedy(_oracle(architecture), prompt, count)
+def oracle(architecture: str) -> Oracle:
+    """That of the target."""
+    return Oracle(copy.deepcopy(module(architecture)))
 
 
 def text(architecture: str, prompt: Sequence[int], count: int) -> list[int]:
     """Returns `count` greedy tokens after a prompt."""
-    return _text(architecture, tuple(prompt), count)
+    return oracle(architecture).text(prompt, count)
 
 
 def params(count: int, **more: Any) -> SamplingParams:

@@ -9,12 +9,13 @@ import copy
 import json
 import re
 import threading
+from functools import cache
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
-from end_to_end.known_texts import DEPTH, check, engine, greedy, known, module, params, text
+from end_to_end.known_texts import DEPTH, Oracle, check, engine, known, module, oracle, params, text
 from end_to_end.recurrent_mutants import MUTANTS
 from end_to_end.tiny_llms import PIECES, tokenizer
 from server.live_server import live_server
@@ -333,8 +334,8 @@ def allowed(output: list[int]) -> list[int]:
 @on_all
 def test_structured_output(architecture: str, runner: str, shape: str) -> None:
     """The target chooses four letters; those between them are forced, and are read as drafts."""
-    oracle, form = copy.deepcopy(module(architecture)), params(40, structured_outputs={"choice": CHOICES})
-    want = [greedy(oracle, prompt, 40, allowed) for prompt in PROMPTS]
+    form = params(40, structured_outputs={"choice": CHOICES})
+    want = [oracle(architecture).text(prompt, 40, allowed) for prompt in PROMPTS]
     texts = [[*prompt, *output] for prompt, output in zip(PROMPTS, want, strict=True)]
     llm = engine(architecture, runner, shape, texts, tokenizer=tokenizer())
     outputs = llm.generate([*PROMPTS, LONG], [form] * len(PROMPTS) + [params(20)])
@@ -449,10 +450,18 @@ def rewrite(model: Any) -> None:
     model.load_state_dict({name: each.flip(0) * 1.1 for name, each in model.state_dict().items()})
 
 
+@cache
+def rewritten(architecture: str) -> Oracle:
+    """The oracle of the new weights."""
+    model = copy.deepcopy(module(architecture))
+    rewrite(model)
+    return Oracle(model)
+
+
 @on_all
 def test_states_of_old_weights_are_not_used(architecture: str, runner: str, shape: str) -> None:
     """A running text is read again and goes on with the new weights; a finished text's prefix is dropped."""
-    target, oracle = (copy.deepcopy(module(architecture)) for _ in range(2))
+    target = copy.deepcopy(module(architecture))
     texts = known(architecture, [LONG, OTHER], 24)
     llm = engine(architecture, runner, shape, texts, target=target)
     check(architecture, llm.generate([OTHER], params(24)), 24)
@@ -462,13 +471,13 @@ def test_states_of_old_weights_are_not_used(architecture: str, runner: str, shap
         if not num_before and len(output) >= 5:
             num_before = len(output)
             rewrite(target)
-    rewrite(oracle)
     assert output[:num_before] == text(architecture, LONG, num_before)
-    rest = greedy(oracle, [*LONG, *output[:num_before]], 24 - num_before)
+    rest = rewritten(architecture).text([*LONG, *output[:num_before]], 24 - num_before)
     assert output[num_before:] == rest, "another text than the target's"
     assert rest != text(architecture, LONG, 24)[num_before:]
     (again,) = llm.generate(OTHER, params(8))
-    assert list(again.outputs[0].token_ids) == greedy(oracle, OTHER, 8), "another text than the target's"
+    want = rewritten(architecture).text(OTHER, 8)
+    assert list(again.outputs[0].token_ids) == want, "another text than the target's"
     assert again.num_cached_tokens == 0
 
 
