@@ -3,6 +3,9 @@
 import gc
 import os
 from collections.abc import Iterator
+from itertools import count
+from pathlib import Path
+from types import SimpleNamespace
 
 # Read when a kernel is defined, and some libraries bring triton in: so before anything else is imported.
 if os.environ.get("FORETOKEN_TEST_DEVICE") != "cuda":
@@ -15,7 +18,9 @@ from made_once import shared_folder
 from proven_once import proven_once
 from selection import add_option, select, summarize
 
+from foretoken.decoder.library import native_library
 from foretoken.runner import decoders
+from foretoken.runner.costs import CostCurve, PassCosts
 
 # The tensors here are tiny, and two threads that share a busy machine take ten times as long as one.
 torch.set_num_threads(1)
@@ -49,6 +54,17 @@ def _proves_once(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 _proven_once = proven_once(decoders.check_tree_attention)
+
+
+@pytest.fixture
+def even_clock(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Every stage of an iteration takes one second, whatever else the machine does. No acceptance is known before."""
+    native_library()  # not to be compiled anew for an empty cache
+    monkeypatch.setenv("FORETOKEN_CACHE", str(tmp_path))
+    monkeypatch.setattr("foretoken.core.backend.time", SimpleNamespace(perf_counter=map(float, count()).__next__))
+    curve = CostCurve((1, 128), (1.0, 2.0))
+    monkeypatch.setattr("foretoken.entrypoints.llm.pass_costs", lambda *_: PassCosts(curve, curve, curve))
+    monkeypatch.setattr("foretoken.drafting.choice.time_drafts", lambda *_: [(1, 0.25), (4, 1.0)])
 
 
 def pytest_runtest_teardown() -> None:
