@@ -42,13 +42,15 @@ gc.disable()
 
 # Directories whose tests are about decoders and the models that they may not run.
 PROVES_ALWAYS = {"runner", "decoder", "models", "hf", "kernels"}
+# Files there that build many runners over equal weights.
+PROVES_ONCE = {"test_lean", "test_native_recurrent", "test_recurrent", "test_tree_passes"}
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _proves_once(request: pytest.FixtureRequest) -> Iterator[None]:
     """See `proven_once`."""
     with pytest.MonkeyPatch.context() as patch:
-        if request.path.parent.name not in PROVES_ALWAYS:
+        if request.path.parent.name not in PROVES_ALWAYS or request.path.stem in PROVES_ONCE:
             patch.setattr(decoders, "check_tree_attention", _proven_once)
         yield
 

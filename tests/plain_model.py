@@ -21,11 +21,16 @@ class PlainModel:
 
     def __call__(self, tokens: Sequence[int]) -> Tensor:
         """(T, V) logits at every position of one sequence, float32."""
-        return self._run(tokens).logits[0].float()
+        return self.batch([tokens])[0]
+
+    def batch(self, texts: Sequence[Sequence[int]]) -> list[Tensor]:
+        """(T, V) logits of every text from one forward, float32. Shorter texts are padded behind, where none looks."""
+        rows = torch.nn.utils.rnn.pad_sequence([torch.tensor(list(text)) for text in texts], batch_first=True)
+        return [row[: len(text)].float() for row, text in zip(self._run(rows).logits, texts, strict=True)]
 
     def hidden_states(self, tokens: Sequence[int]) -> tuple[Tensor, ...]:
         """L + 1 tensors (T, D) as the model reports them; the last one is after the final norm."""
-        return tuple(state[0] for state in self._run(tokens, output_hidden_states=True).hidden_states)
+        return tuple(state[0] for state in self._run(torch.tensor([tokens]), output_hidden_states=True).hidden_states)
 
     def final_norm_input(self, tokens: Sequence[int]) -> Tensor:
         """(T, D), what the last block gives to the norm after it."""
@@ -38,14 +43,14 @@ class PlainModel:
         seen: list[Tensor] = []
         handle = norms[0].register_forward_pre_hook(lambda _, args: seen.append(args[0]))
         try:
-            self._run(tokens)
+            self._run(torch.tensor([tokens]))
         finally:
             handle.remove()
         return seen[0][0]
 
-    def _run(self, tokens: Sequence[int], **options: Any) -> Any:
+    def _run(self, tokens: Tensor, **options: Any) -> Any:
         with torch.inference_mode():
-            return self.module(torch.tensor([list(tokens)]), use_cache=False, **options)
+            return self.module(tokens, use_cache=False, **options)
 
 
 def relative_error(ours: Tensor, theirs: Tensor) -> float:

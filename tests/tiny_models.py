@@ -237,23 +237,12 @@ _RECURRENT: dict[str, tuple[type, dict[str, Any]]] = {
 
 ARCHITECTURES: tuple[str, ...] = tuple(_CONFIGS)
 RECURRENT_ARCHITECTURES: tuple[str, ...] = tuple(_RECURRENT)
+# Those that the lean decoders know.
 LEAN_ARCHITECTURES = (
-    "llama",
-    "llama_tied",
-    "qwen2",
-    "qwen3",
-    "mistral",
-    "phi3",
-    "gemma2",
-    "gemma3",
-    "smollm3",
-    "olmo2",
-    "starcoder2",
-    "mixtral",
-    "qwen3_moe",
-    "qwen2_moe",
-    "granite",
-)  # those that the lean decoders know
+    "llama", "llama_tied", "qwen2", "qwen3", "mistral", "phi3", "gemma2", "gemma3", "smollm3", "olmo2", "starcoder2",
+    "mixtral", "qwen3_moe", "qwen2_moe", "granite",
+)  # fmt: skip
+LEAN_RECURRENT = tuple(name for name in _RECURRENT if name not in ("zamba2", "jamba", "mamba", "falcon_mamba"))
 
 
 def tiny_config(architecture: str, **changes: Any) -> Any:

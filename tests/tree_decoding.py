@@ -1,13 +1,14 @@
 """Decoding with random trees and random acceptance, so that what is fed does not depend on what comes out."""
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
 import torch
 from pairwise import slow_products
+from plain_model import PlainModel, relative_error
 from tiny_models import ARCHITECTURES, LEAN_ARCHITECTURES, VOCAB_SIZE, tiny_model
 
 from foretoken.core.passes import Pass
@@ -142,24 +143,33 @@ def node_paths(tree: TokenTree, row: int) -> list[list[int]]:
     return paths
 
 
-def by_path(reference: Callable[[list[int]], torch.Tensor], before: Round, row: int) -> torch.Tensor:
-    """What an ordinary forward of each path says at each node of one sequence's tree.
+def by_path(
+    reference: Callable[[list[list[int]]], Sequence[torch.Tensor]], rounds: Sequence[Round]
+) -> Iterator[tuple[Round, int, torch.Tensor]]:
+    """Yields each sequence of each round with what ordinary forwards of its paths say at the nodes of its tree.
 
     Args:
-        reference: Tokens of a whole sequence to a tensor (T, …), one entry a position.
-        before: The round.
-        row: Index of the sequence.
+        reference: Tokens of whole sequences to tensors (T, …), one entry a position.
+        rounds: The rounds.
 
-    Returns:
-        (N, …), padding nodes left out.
+    Yields:
+        The round, the sequence's index, and (N, …), padding nodes left out.
     """
-    tokens = before.tree.tokens[row].tolist()
-    prompt = before.committed[row]
-    nodes: dict[int, torch.Tensor] = {}
-    for path in node_paths(before.tree, row):
-        values = reference([*prompt, *(tokens[node] for node in path)])
-        nodes |= dict(zip(path, values[len(prompt) :], strict=True))
-    return torch.stack([nodes[node] for node in range(len(nodes))])
+    cases = [(each, row, node_paths(each.tree, row)) for each in rounds for row in range(len(each.committed))]
+    texts = [
+        [*each.committed[row], *each.tree.tokens[row, path].tolist()] for each, row, paths in cases for path in paths
+    ]
+    found = iter(reference(texts))
+    for each, row, paths in cases:
+        nodes: dict[int, torch.Tensor] = {}
+        for path in paths:
+            nodes |= dict(zip(path, next(found)[len(each.committed[row]) :], strict=True))
+        yield each, row, torch.stack([nodes[node] for node in range(len(nodes))])
+
+
+def path_error(plain: PlainModel, rounds: Sequence[Round]) -> float:
+    """Greatest relative error of the logits at all nodes of all rounds."""
+    return max(relative_error(each.logits(row), theirs) for each, row, theirs in by_path(plain.batch, rounds))
 
 
 def grow(runner: Runner, *, seed: int = 0, rounds: int = 3) -> list[tuple[list[int], torch.Tensor]]:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from plain_model import PlainModel, relative_error
 from tiny_models import tiny_model
-from tree_decoding import SLOTS, by_path, decode, grow, tiny_runner
+from tree_decoding import decode, grow, path_error, tiny_runner
 
 from foretoken.core.errors import ModelError
 from foretoken.decoder import library
@@ -78,9 +78,6 @@ def test_mutants_are_caught(mutated: str) -> None:
         wrong = "gives (wrong logits for a token tree|logits that are not numbers)"
         assert re.search(wrong, str(err))  # noqa: PT017 - either of two ways
         return
-    rounds = decode(runner, seed=rng.randrange(100), rounds=6)
-    worst = max(
-        relative_error(each.logits(row), by_path(plain, each, row)) for each in rounds for row in range(len(SLOTS))
-    )
+    worst = path_error(plain, decode(runner, seed=rng.randrange(100), rounds=6))
     grown = max(relative_error(logits, plain(text)[-1]) for text, logits in grow(runner, rounds=2))
     assert max(worst, grown) > 1e-3

@@ -9,10 +9,10 @@ import pytest
 import torch
 import transformers as hf
 from pairwise import slow_products
-from plain_model import FLOAT32_TOLERANCE, PlainModel, relative_error
+from plain_model import FLOAT32_TOLERANCE, PlainModel
 from tiny_models import WINDOW, random_model
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-from tree_decoding import MAX_NODES, SLOTS, by_path, decode
+from tree_decoding import MAX_NODES, decode, path_error
 
 from foretoken import LLM, SamplingParams
 from foretoken.attention.layout import AttentionLayout, reference_attention
@@ -168,9 +168,7 @@ def has_attention(architecture: str, attention: str) -> bool:
 @pytest.mark.parametrize("architecture", ADAPTED)
 def test_nodes_equal_their_paths(architecture: str) -> None:
     plain = PlainModel(random_model(ADAPTED[architecture]()))
-    for done in decode(runner(architecture), rounds=3):
-        for row in range(len(SLOTS)):
-            assert relative_error(done.logits(row), by_path(plain, done, row)) < FLOAT32_TOLERANCE
+    assert path_error(plain, decode(runner(architecture), rounds=3)) < FLOAT32_TOLERANCE
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)

@@ -8,7 +8,7 @@ import transformers as hf
 from plain_model import FLOAT32_TOLERANCE, PlainModel, relative_error
 from tiny_models import random_model, tiny_model
 from torch import Tensor, nn
-from tree_decoding import CASES, SLOTS, by_path, decode, random_tokens, tiny_runner
+from tree_decoding import CASES, by_path, decode, random_tokens, tiny_runner
 
 from foretoken.core.errors import ModelError
 from foretoken.models.loading import wrap_model
@@ -50,12 +50,12 @@ def test_features_of_a_prompt(architecture: str, runner_name: str) -> None:
 @pytest.mark.parametrize(("architecture", "runner_name"), CASES)
 def test_features_and_logits_at_tree_nodes(architecture: str, runner_name: str) -> None:
     runner, plain = tiny_runner(architecture, taps=TAPS, runner=runner_name), PlainModel(tiny_model(architecture))
-    for done in decode(runner, seed=1, rounds=2):
+    rounds = decode(runner, seed=1, rounds=2)
+    for done, row, theirs in by_path(lambda texts: [expected_features(plain, text) for text in texts], rounds):
+        assert relative_error(done.features(row), theirs) < FLOAT32_TOLERANCE
+    for done in rounds:
         features = done.output.features
         assert features is not None
-        for row in range(len(SLOTS)):
-            theirs = by_path(lambda tokens: expected_features(plain, tokens), done, row)
-            assert relative_error(done.features(row), theirs) < FLOAT32_TOLERANCE
         with torch.inference_mode():
             again = logits_of(runner, features[:, TAPS.index("final")])
         assert relative_error(again, done.output.logits) < FLOAT32_TOLERANCE
