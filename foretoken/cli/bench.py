@@ -209,7 +209,7 @@ def _columns(
     columns += [
         ("tokens/s", "12345.6", lambda row: f"{row.tokens_per_s:.1f}"),
         ("speed-up", "declined", lambda row: "declined" if is_declined(row) else f"{row.speed_up:.2f}"),
-        ("(min-max)", "10.00-10.00", _spread),
+        ("(min-max)", "10.00-10.00", lambda row: _compared(row, "{:.2f}-{:.2f}".format(*row.speed_up_spread))),
         ("tau", "10.00", lambda row: f"{row.tau:.2f}"),
     ]
     if wide:
@@ -222,16 +222,11 @@ def _columns(
             ("pass ms", "", lambda row: f"{row.verify_ms:.2f}"),
             ("host ms", "", lambda row: f"{row.host_ms:.2f}"),
         ]
-    return [*columns, ("same text", "480/480", _same_text)]
+    return [*columns, ("same text", "480/480", lambda row: _compared(row, f"{row.num_identical}/{len(row.texts)}"))]
 
 
-def _spread(row: Measurement) -> str:
-    low, high = row.speed_up_spread
-    return "" if row.num_identical is None else f"{low:.2f}-{high:.2f}"
-
-
-def _same_text(row: Measurement) -> str:
-    return "" if row.num_identical is None else f"{row.num_identical}/{len(row.texts)}"
+def _compared(row: Measurement, text: str) -> str:
+    return "" if row.num_identical is None else text  # plain decoding is compared with nothing
 
 
 def _print_acceptance(measurements: list[Measurement], twin: str) -> None:

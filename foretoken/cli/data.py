@@ -184,11 +184,11 @@ def data(
         )
         meta["self_distillation"] = {**asdict(settings), "supervise_all": supervise_all}
     with _ending_cleanly(), _shown() as on_progress:
-        if self_distill:
+        if not self_distill:
+            tokenizer, vocab_size = _tokenizer(target)
+        else:
             llm = _target(target, texts, loading, batch_size)
             tokenizer, vocab_size = llm.tokenizer, llm.target.vocab_size
-        else:
-            tokenizer, vocab_size = _tokenizer(target), None
 
         def make(part: str) -> DocumentMaker:
             if not self_distill:
@@ -215,15 +215,17 @@ def _file_of_responses(given: Path | None, out: Path) -> Path:
     return responses
 
 
-def _tokenizer(target: str) -> Any:
+def _tokenizer(target: str) -> tuple[Any, int | None]:
+    """Returns the tokenizer, and the target's number of tokens; None for a directory of a tokenizer alone."""
     from foretoken.entrypoints.drafter_files import check_is_no_head
-    from foretoken.models.loading import load_tokenizer
+    from foretoken.models.loading import load_config, load_tokenizer
 
     tokenizer = load_tokenizer(target)
     if tokenizer is None:
         check_is_no_head(target)
         raise RequestError(f"'{target}' has no tokenizer. Expected a model with a tokenizer.")
-    return tokenizer
+    is_alone = Path(target).is_dir() and not (Path(target) / "config.json").exists()
+    return tokenizer, None if is_alone else load_config(target).get_text_config().vocab_size
 
 
 def _target(target: str, drafter: list[str] | None, loading: options.LoadOptions, batch_size: int) -> LLM:

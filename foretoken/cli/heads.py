@@ -182,6 +182,7 @@ def _dtype_name(checkpoint: HeadCheckpoint) -> str:
 
 
 _DOCTORS_PROMPTS = options.PromptOptions(num_prompts=24, max_tokens=64)
+_CHECKED = ["check", "verdict", "found", "what it means"]
 _COLOURS = {"ok": "green", "warning": "yellow", "not decided": "yellow", "fault": "red", "skipped": "dim"}
 
 
@@ -271,8 +272,9 @@ def doctor(
         options.print_json({**header, "checks": [asdict(check) for check in checks], **found})
     else:
         terminal.conditions(header)
-        if checks:
-            _print_checks(checks)
+        cells = [[check.name, check.verdict, _shown(check.value), check.message] for check in checks]
+        if cells:
+            terminal.print_table(_CHECKED, cells, texts=_CHECKED, colours=_COLOURS)
         for name, loss in losses.items():
             _print_loss(name, loss)
     if any(check.verdict == "fault" for check in checks):
@@ -303,12 +305,6 @@ def _losses(
             target, tokenizer, setups, workload, batch_size=batch_size, runner=runner, on_progress=on_progress
         )
     return {row.setup: split_loss(row, plain) for row in measured}
-
-
-def _print_checks(checks: list[Check]) -> None:
-    rows = [[check.name, check.verdict, _shown(check.value), check.message] for check in checks]
-    columns = ["check", "verdict", "found", "what it means"]
-    terminal.print_table(columns, rows, texts=columns, colours=_COLOURS)
 
 
 def _print_loss(name: str, loss: Loss) -> None:

@@ -63,10 +63,11 @@ def models(as_json: options.AsJson = False) -> None:
     for each in found:
         if each.error is not None:
             terminal.print_note(f"{each.name} cannot be used: {each.error}")
-    pairs = [f"{each.name} drafts for {_targets(each)}" for each in found if each.drafts_for]
-    for line in pairs:
-        terminal.prose(line, "  ")
-    if pairs:
+    for each in found:
+        targets = ", ".join(f"{name} ({share:.0%} of its bytes)" for name, share in (each.drafts_for or {}).items())
+        if targets:
+            terminal.prose(f"{each.name} drafts for {targets}", "  ")
+    if any(each.drafts_for for each in found):
         terminal.prose("Draft with one: foretoken bench TARGET -s draft_model:model=NAME")
 
 
@@ -74,10 +75,6 @@ def _row(each: ModelSummary) -> list[str]:
     size = "" if each.num_bytes is None else f"{each.num_bytes / 1e6:.0f}"
     decoder = {None: "", True: "fast", False: "not fast"}[each.is_lean]
     return [each.name, each.source, each.format or "", each.architecture or "", size, decoder]
-
-
-def _targets(each: ModelSummary) -> str:
-    return ", ".join(f"{name} ({share:.0%} of its bytes)" for name, share in (each.drafts_for or {}).items())
 
 
 def inspect(
@@ -170,9 +167,7 @@ def _head_facts(directory: Path, target: str | None, *, verify: bool) -> dict[st
     return facts | {"tensors": tensors, "findings": [*warnings, *describe.suspicious_tensors(tensors)]}
 
 
-def _model_facts(
-    path: Path, original: str | None, text: str, *, is_file: bool, verify: bool
-) -> dict[str, Any]:  # fmt: skip
+def _model_facts(path: Path, original: str | None, text: str, *, is_file: bool, verify: bool) -> dict[str, Any]:
     from foretoken.bench.quality import QUALITY_KEY, read_quality
     from foretoken.models.describe import describe_directory, describe_gguf
 

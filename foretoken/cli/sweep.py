@@ -218,7 +218,7 @@ def _show(results: SweepResults, directory: Path, *, wide: bool, as_json: bool) 
         serving: {name: set(front) for name, front in fronts(points).items()} for serving, points in panels.items()
     }
     rows = [
-        {**result.as_columns(), **{f"on_{_column(name)}_front": index in front for name, front in own.items()}}
+        {**result.as_columns(), **{f"on_{key.replace('/', '_per_')}_front": index in each for key, each in own.items()}}
         for (serving, points), own in zip(panels.items(), marks.values(), strict=True)
         for index, result in enumerate(points)
     ]
@@ -286,7 +286,3 @@ def _spelled(serving: Serving) -> str:
         f"dtype {serving.dtype}, runner {serving.runner}, batch size {serving.batch_size}, "
         f"temperature {serving.temperature:g}"
     )
-
-
-def _column(front: str) -> str:
-    return front.replace("/", "_per_")

@@ -157,13 +157,13 @@ def check_model_of(method: str, model: str | None, target: str | None) -> None:
     if model is None:
         if target is not None:
             check_is_no_head(target)
-        where = "of a target in memory no directory is known"
+        where = "No directory is known for a target in memory"
         if target is not None:
-            own = "there is no head in the files of the target, and " if method == MODELS_OWN else ""
-            where = f"{own}there is no '{_stem(target)}-{method if is_head else 'draft'}'"
+            own = "The target's files hold none, and there" if method == MODELS_OWN else "There"
+            where = f"{own} is no '{_stem(target)}-{method if is_head else 'draft'}'"
         raise ConfigError(
-            f"{method} needs {'a trained head' if is_head else 'a draft model'}, and {where}. Write "
-            f"{method}:model=PLACE, a directory or a hub id."
+            f"{method} needs {'a trained head' if is_head else 'a draft model'}. {where}. Write {method}:model=PLACE, "
+            "a directory or a hub id."
         )
     found = what_lies_at(model)
     if found is not None and found.method not in (None, method) and not holds_own_head(Path(model), method):

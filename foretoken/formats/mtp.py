@@ -6,11 +6,13 @@ TARGET-mtp` writes the head alone, in our own format. GGUF files of the targets 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from foretoken.core.errors import ModelError
 from foretoken.formats import conversion
+from foretoken.formats.checkpoint import TargetFingerprint, lm_head_hash
 from foretoken.formats.conversion import Format, Place
 from foretoken.formats.files import HeadFiles, Weights
 from foretoken.heads.mtp import MtpConfig, MtpLayerConfig
@@ -61,7 +63,20 @@ def _read_head(files: HeadFiles, target: TargetInfo) -> HeadCheckpoint:
     except KeyError as err:
         raise ModelError(f"the config.json of '{name}' lacks {err}. Expected that of Qwen3.5. Copy it again.") from err
     table = _table(layer.num_experts, are_joined=_GATE_UP in weights.shapes)
-    return conversion.finished(files, sizes, conversion.read_tensors(weights, table, sizes), target)
+    checkpoint = conversion.finished(files, sizes, conversion.read_tensors(weights, table, sizes), target)
+    return replace(checkpoint, target=_fingerprint(files, stated))
+
+
+def _fingerprint(files: HeadFiles, stated: Mapping[str, Any]) -> TargetFingerprint:
+    """Returns that of the model around the head; `weights` is None if the files do not have its LM head as a matrix."""
+    is_tied = stated.get("tie_word_embeddings", files.config.get("tie_word_embeddings", False))
+    ending = "embed_tokens.weight" if is_tied else "lm_head.weight"
+    keys = [key for key in files.weights.shapes if key.endswith(ending)][:1]
+    hashes = [lm_head_hash(each) for each in files.weights.fetch(keys).values() if each.itemsize > 1]
+    return TargetFingerprint(
+        name=str(files.path), hidden_size=stated["hidden_size"], vocab_size=stated["vocab_size"],
+        num_layers=stated.get("num_hidden_layers"), weights=hashes[0] if hashes else None,
+    )  # fmt: skip
 
 
 def _with_halves(weights: Weights) -> Weights:

@@ -116,20 +116,21 @@ def describe_gguf(path: Path, *, verify: bool = False) -> dict[str, Any]:
 
     file = read_gguf(path)
     vocabulary, tensors = read_vocabulary(file), file.tensors.values()
-    recurrent: dict[str, Any] = {}
+    name = str(file.values.get("general.architecture"))
+    own: dict[str, Any] = {"layers": file.values.get(f"{name}.block_count")}
     try:
-        recurrent, target = _recurrent_facts(open_gguf(path).config), _YES
+        config = open_gguf(path).config  # without layers of a head
+        own, target = {"layers": config.num_hidden_layers, **_recurrent_facts(config)}, _YES
     except ModelError as err:
         target = f"no: {err}"
-    name = str(file.values.get("general.architecture"))
-    sizes = {"layers": "block_count", "hidden_size": "embedding_length", "context": "context_length"}
+    sizes = {"hidden_size": "embedding_length", "context": "context_length"}
     kinds = [vocabulary.model, file.values.get("tokenizer.ggml.pre")]
     facts: dict[str, Any] = {
         "file": str(path),
         "name": file.values.get("general.name"),
         "architecture": name,
-        **{key: file.values.get(f"{name}.{own}") for key, own in sizes.items()},
-        **recurrent,
+        **own,
+        **{key: file.values.get(f"{name}.{theirs}") for key, theirs in sizes.items()},
         "vocabulary": len(vocabulary.tokens) or None,
         "parameters": sum(prod(each.shape) for each in tensors),
         "weight_dtypes": {kind: _amounts(tensors, kind) for kind in sorted({each.type_name for each in tensors})},
@@ -138,6 +139,7 @@ def describe_gguf(path: Path, *, verify: bool = False) -> dict[str, Any]:
         "tokenizer": ", ".join(filter(None, kinds)) if vocabulary.tokens else None,
         "end_tokens": {str(token): vocabulary.tokens[token] for token in vocabulary.ends if vocabulary.tokens},
         "has_chat_template": "tokenizer.chat_template" in file.values,
+        "own_head": "mtp" if any(".nextn." in key for key in file.tensors) else None,
         "can_be_target": target,
     }
     facts = {key: value for key, value in facts.items() if value is not None}
@@ -211,6 +213,7 @@ def _facts(
         "weight_dtypes": sorted({each.dtype for each in headers.values()}),
         "weight_bytes": sum(path.stat().st_size for path in directory.glob("*.safetensors")),
         "has_tokenizer": any(directory.glob("tokenizer*")),
+        **({"own_head": "mtp"} if "mtp.fc.weight" in headers else {}),
         "can_be_target": target,
     }
 

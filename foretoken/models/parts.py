@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from foretoken.decoder.quantized import Quantization
     from foretoken.models.loaded import LoadedModel
 
-_FINAL_NORMS = ("norm", "final_layernorm", "ln_f", "final_layer_norm")
+_FINAL_NORMS = ("norm", "final_layernorm", "ln_f", "final_layer_norm", "norm_f", "embedding_norm")
 STATIC_KINDS = ("linear", "llama3", "yarn")
 _COMPARES_LENGTHS = ("llama3", "yarn")
 

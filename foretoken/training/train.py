@@ -24,7 +24,7 @@ from foretoken.formats.files import local_head
 from foretoken.formats.registry import holds_own_head, read_head
 from foretoken.heads.base import HeadConfig, build_head
 from foretoken.models.loaded import DTYPES, LoadedModel
-from foretoken.training.data.packed import PackedTokens, unknown_token
+from foretoken.training.data.packed import PackedTokens, check_token
 from foretoken.training.draft_model import Distillation, new_student
 from foretoken.training.evaluation import EvaluationConfig
 from foretoken.training.joint import JointConfig
@@ -337,13 +337,12 @@ def _check_paths(out: Path, target_out: Path | None, run_dir: Path, cache: Path 
 
 
 def _check_data(packed: PackedTokens, tokenizer: Any, vocab_size: int, *, data: str, model: str) -> None:
-    if packed.meta["tokenizer_sha"] == tokenizer_sha(tokenizer) and packed.meta["largest_token_id"] >= vocab_size:
-        raise ConfigError(unknown_token(packed.meta["largest_token_id"], vocab_size, model))
     if packed.meta["tokenizer_sha"] != tokenizer_sha(tokenizer):
         raise ConfigError(
             f"'{data}' was not packed with the tokenizer of '{model}'. Expected data for this target: make it with "
             f"`foretoken data {model}`."
         )
+    check_token(packed.meta["largest_token_id"], vocab_size, f"'{data}'")
 
 
 def _max_offset(given: int | None, length: int, context_len: int) -> int:

@@ -168,15 +168,17 @@ def test_bad_targets_and_chats(texts: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen3_5"])
 def test_a_tokenizer_with_more_tokens_than_the_model_is_named(architecture: str, texts: Path, tmp_path: Path) -> None:
-    """By `data` where the target answers, and by `train` for tokens that were packed without weights."""
+    """By `data`, whether the target answers or not, and by `train` for tokens that were packed without a target."""
     model, out = tmp_path / "model", tmp_path / "out"
     tiny_model(architecture, vocab_size=300, eos_token_id=0).save_pretrained(model)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copyfile(ROOT / MODEL / name, model / name)
-    parts = (f"the tokenizer of '{model}' gives token ", "the model has a vocabulary of 300 tokens")
+    parts = ("holds token id ", "Expected 0..299, the target's tokens. Copy the files of the tokenizer")
     small = ("--prompt-tokens", "4", "--max-new-tokens", "2")
     assert_refused(parts, "data", str(model), "--text", str(texts), "--out", str(out), "--self-distill", *small)
-    output_of("data", str(model), "--text", str(texts), "--out", str(out))
+    assert_refused(parts, "data", str(model), "--text", str(texts), "--out", str(out))
+    assert not out.exists()
+    output_of("data", MODEL, "--text", str(texts), "--out", str(out))
     assert_refused(parts, "train", "medusa", str(model), "--data", str(out), "--out", str(tmp_path / "head"))
 
 

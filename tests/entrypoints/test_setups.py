@@ -105,11 +105,11 @@ def test_eagle_heads_beside_the_target_are_measured_like_others(beside: Path) ->
 
 def test_what_does_not_lie_beside_the_target(beside: Path) -> None:
     with pytest.raises(
-        ConfigError, match=r"eagle needs a trained head, and there is no '.*other-eagle'\. Write eagle:mo"
+        ConfigError, match=r"eagle needs a trained head\. There is no '.*other-eagle'\. Write eagle:model=PLACE"
     ):
         checked_setup("eagle", target=str(beside.with_name("other")))
     with pytest.raises(
-        ConfigError, match=r"of a target in memory no directory is known\. Write draft_model:model=PLACE"
+        ConfigError, match=r"No directory is known for a target in memory\. Write draft_model:model=PLACE"
     ):
         parse_speculative_config("draft_model", target=None)
     place = f"{beside}-eagle3"

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from cli.command_line import assert_refused
+from cli.command_line import assert_refused, output_of, report_of
 from end_to_end.same_text import assert_same_text
 from safetensors.torch import load_file, save_file
 from tiny_models import tiny_model
@@ -121,14 +121,17 @@ def test_the_block_in_drafts_is_that_of_training(architecture: str, tmp_path: Pa
     torch.testing.assert_close(stack.run(inputs, work).float(), expected.detach(), rtol=1e-4, atol=1e-4)
 
 
-def test_files_with_a_head_are_a_model(files: Path) -> None:
+def test_files_with_a_head_are_a_model(files: Path, tmp_path: Path) -> None:
     """So they can be a target or a draft model; only the conversion reads their head."""
     assert not holds_head(files)
+    tiny_model("qwen3_5").save_pretrained(tmp_path / "plain")
     found = what_lies_at(files)
     assert found is not None
     assert found.is_model
     name, checkpoint = read_head(files)
     assert (name, checkpoint.config.method) == ("mtp", "mtp")
+    assert report_of("inspect", str(files))["own_head"] == "mtp"
+    assert "own_head" not in report_of("inspect", str(tmp_path / "plain"))
 
 
 @pytest.mark.parametrize("place", ["the target's files", "named", "beside"])
@@ -149,7 +152,7 @@ def test_a_head_is_found_in_the_targets_files_or_beside(files: Path, place: str)
 
 def test_targets_without_a_head_are_named(tmp_path: Path) -> None:
     tiny_model("qwen3_5").save_pretrained(tmp_path / "target")
-    with pytest.raises(ConfigError, match=r"no head in the files of the target, and there is no '.*target-mtp'"):
+    with pytest.raises(ConfigError, match=r"head\. The target's files hold none, and there is no '.*target-mtp'"):
         LLM(str(tmp_path / "target"), speculative_config={"method": "mtp"})
     with pytest.raises(ConfigError, match="is a model, and method 'mtp' needs a mtp head"):
         LLM(str(tmp_path / "target"), speculative_config={"method": "mtp", "model": str(tmp_path / "target")})
@@ -251,6 +254,27 @@ def test_text_is_plain_decodings(trained: Path, tree: str) -> None:
         num_passes.append([each.metrics.steps for each in outputs])
         assert sum(each.metrics.num_accepted for each in outputs[:4]) > sum(num_passes[-1][:4])  # two tokens a pass
     assert num_passes[0] == num_passes[1]
+
+
+def test_heads_in_the_files_of_another_model_are_refused(files: Path, tmp_path: Path) -> None:
+    """Of the same sizes, by its LM head; so is the head that `convert` wrote from these files."""
+    output_of("convert", str(files), str(tmp_path / "converted"))
+    for place in (files, tmp_path / "converted"):
+        with pytest.raises(ConfigError, match=f"was trained for '{files}', not for .*: it has weights"):
+            LLM(tiny_model("qwen3_5", seed=1), speculative_config={"method": "mtp", "model": str(place)})
+
+
+def test_quantized_targets_keep_their_head(files: Path, tmp_path: Path) -> None:
+    """Also one in a file that transformers does not read; its matrices stay as they are, and vLLM is told so."""
+    out = tmp_path / "out"
+    output_of("quantize", str(files), str(out), "--scheme", "W8A16", "--no-compare")
+    kept, original = (read_head(place)[1].weights for place in (out, files))
+    assert all(torch.equal(kept[key], original[key]) for key in kept.keys() | original.keys())
+    assert "re:^mtp" in (out / "config.json").read_text()
+    configs: list[Any] = [None, {"method": "mtp", "num_speculative_tokens": 2}]
+    texts = [LLM(str(out), speculative_config=each).generate([PROMPTS[1]], GREEDY)[0] for each in configs]
+    assert texts[0].outputs[0].token_ids == texts[1].outputs[0].token_ids
+    assert texts[1].metrics.num_drafted > 0
 
 
 def test_another_target_is_refused(trained: Path) -> None:

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from foretoken import LLM, SamplingParams
 from foretoken.formats.registry import holds_head, holds_own_head, read_head
+from foretoken.models.describe import describe_gguf
 from foretoken.models.loading import load_model
 from foretoken.models.stored.gguf import open_gguf
 from foretoken.models.stored.gguf_file import read_gguf
@@ -249,6 +250,8 @@ def test_layers_for_further_tokens_are_a_head(path: Path, name: str) -> None:
     assert open_gguf(path).config.layer_types == config.layer_types
     same_logits(path, model)
     assert holds_own_head(path, "mtp")
+    told = describe_gguf(path)
+    assert (told["own_head"], told["layers"]) == ("mtp", 3)
     assert not holds_head(path)
     head: Any = read_head(path)[1].module()
     ours = zip((head.fc.weight, head.embedding_norm, head.feature_norm, head.norm), made.items(), strict=True)

@@ -17,6 +17,7 @@ from tiny_models import VOCAB_SIZE, tiny_model
 from foretoken.core.passes import Pass, Tap
 from foretoken.core.token_tree import TokenTree, TreeRow
 from foretoken.models.loading import load_model, wrap_model
+from foretoken.models.parts import target_parts
 from foretoken.models.smaller import unpacked_model
 from foretoken.runner.runner import Runner
 from foretoken.training.doctor.checks import check_logits, check_serving, check_taps
@@ -102,6 +103,7 @@ def test_a_full_disk_costs_only_time(
 def test_recurrent_layers_are_read_as_they_are_verified(architecture: str) -> None:
     """Features of whole texts by transformers, whose Mamba2 clamps steps there, and of trees behind a prompt."""
     model = wrap_model(tiny_model(architecture), name=architecture)
+    assert target_parts(model).final_norm is not None
     taps: tuple[Tap, ...] = (1, 2, "final")
     generator = torch.Generator().manual_seed(1)
     tokens = torch.randint(3, VOCAB_SIZE, (2, 24), generator=generator)

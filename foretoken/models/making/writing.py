@@ -29,6 +29,7 @@ _RECORD = "quantize.json"  # what a directory is written from, and how
 _INDEX = "model.safetensors.index.json"
 _WHOLE = (_RECORD, _INDEX, "config.json", "README.md")
 _SHARD_BYTES = 256 << 20  # of the source's tensors, for each file; a choice: so much is in memory, and lost by a kill
+_OWN_HEAD = "mtp."  # of a head for multi-token prediction, perhaps in a file that transformers does not read
 _AT_ONCE = 1 << 24  # weights that are in float32 at once, 64 MiB; a choice
 _ADVICE = "Make room there, and run the command again: it goes on after the last whole file."
 _BESIDE = {".json", ".txt", ".model", ".jinja"}  # files of tokenizers and chat templates
@@ -75,9 +76,11 @@ class Original:
             raise ModelError(f"the weights of '{directory}' are quantized already. Expected the original model.")
         self.headers: dict[str, TensorHeader] = {}
         self._paths: dict[str, Path] = {}
-        for path in model_files(directory):
+        read = model_files(directory)
+        for path in [*read, *(path for path in sorted(directory.glob("*.safetensors")) if path not in read)]:
             for key, header in tensor_headers(path).items():
-                self.headers[key], self._paths[key] = header, path
+                if path in read or key.startswith(_OWN_HEAD):
+                    self.headers[key], self._paths[key] = header, path
         self.headers = dict(sorted(self.headers.items(), key=lambda item: _natural(item[0])))
         check_counts(self.headers, self.config.get_text_config(), str(directory))
         module: Any = meta_model(self.config)
@@ -272,9 +275,10 @@ def _quantization(source: Original, scheme: Scheme) -> dict[str, Any]:
         "output_activations": None,
     }  # fmt: skip
     has_experts = any(experts_of(name.removesuffix(".weight")) is not None for name in source.linears.values())
-    routers = [r"re:.*\.gate$"] if has_experts else []  # in vLLM, routers are linear layers
+    whole = ["lm_head", *([r"re:.*\.gate$"] if has_experts else [])]  # in vLLM, routers are linear layers
+    whole += [r"re:^mtp\..*"] if any(key.startswith(_OWN_HEAD) for key in source.headers) else []
     return {
-        "quant_method": "compressed-tensors", "quantization_status": "compressed", "ignore": ["lm_head", *routers],
+        "quant_method": "compressed-tensors", "quantization_status": "compressed", "ignore": whole,
         "format": "int-quantized" if scheme.rounds_inputs else "pack-quantized", "kv_cache_scheme": None,
         "config_groups": {"group_0": group},
     }  # fmt: skip

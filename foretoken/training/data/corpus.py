@@ -349,7 +349,7 @@ def build_corpus(
 
     `makers` returns the maker of documents for "train" (the main sources) or "held_out" sources. `vocab_size` is the
     upper bound of token ids; None for the tokenizer's. Raises `ConfigError` when a source cannot be used,
-    `RequestError` when a source cannot be read or a part would be empty.
+    `RequestError` when a source cannot be read, a part would be empty, or a token is above the bound.
     """
     parts = [TRAIN] if not plan.held_out_fraction and not plan.held_out_sources else [TRAIN, HELD_OUT]
     used = [makers(TRAIN), *([makers(HELD_OUT)] if plan.held_out_sources else [])]

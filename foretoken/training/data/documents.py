@@ -26,7 +26,7 @@ from foretoken.core.token_ids import tokenizer_sha
 from foretoken.core.token_tree import common_prefix_len
 from foretoken.files.bounded_reads import check_regular
 from foretoken.training.data.corpus import Record
-from foretoken.training.data.packed import Document, unknown_token
+from foretoken.training.data.packed import Document, check_token
 
 if TYPE_CHECKING:
     from foretoken.entrypoints.llm import LLM
@@ -369,9 +369,7 @@ class SelfDistiller:
         return tokens or NO_TOKENS
 
     def _generated(self, prompts: list[list[int]], first: int) -> list[dict[str, Any]]:
-        largest, target = max(map(max, prompts)), self._llm.target
-        if largest >= target.vocab_size:
-            raise ConfigError(unknown_token(largest, target.vocab_size, target.model.name))
+        check_token(max(map(max, prompts)), self._llm.target.vocab_size, "a prompt")
         params = [self._settings.sampling(first + i) for i in range(len(prompts))]
         bar: Any = False if self._on_responses is None else partial(_Responses, self._on_responses)
         outputs = self._llm.generate(prompts, params, use_tqdm=bar)

@@ -172,18 +172,19 @@ class PackedForm(NamedTuple):
 
     @classmethod
     def of(cls, tokenizer: Any, vocab_size: int | None = None) -> PackedForm:
-        """Reads a tokenizer; vocab_size: of the target, if it has more ids than its tokenizer."""
+        """Reads a tokenizer; vocab_size: of the target, None if unknown."""
         # Ids may have gaps, so the largest can exceed their number.
-        most = max(*tokenizer.get_vocab().values(), (vocab_size or 0) - 1) + 1
+        most = vocab_size or max(tokenizer.get_vocab().values()) + 1
         return cls(most, tokenizer.eos_token_id, tokenizer_sha(tokenizer))
 
 
-def unknown_token(token: int, vocab_size: int, model: str) -> str:
-    """Returns the message about a tokenizer that has more tokens than its model."""
-    return (
-        f"the tokenizer of '{model}' gives token {token}, and the model has a vocabulary of {vocab_size} tokens. "
-        "Expected the tokenizer that the model was trained with. Copy its files into the model's directory again."
-    )
+def check_token(token: int, vocab_size: int, what: str) -> None:
+    """Raises `RequestError` for a token id that the target does not have; what: the text that holds it."""
+    if not 0 <= token < vocab_size:
+        raise RequestError(
+            f"{what} holds token id {token}. Expected 0..{vocab_size - 1}, the target's tokens. Copy the files of the "
+            "tokenizer that the target was trained with into its directory again."
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,12 +229,8 @@ class PackedWriter:
         vocab_size, eos_id, _ = self._form
         if eos_id is not None and tokens[-1] != eos_id:
             tokens, flags = np.append(tokens, eos_id), np.append(flags, flags[-1])
-        if tokens.min() < 0 or tokens.max() >= vocab_size:
-            wrong = tokens.min() if tokens.min() < 0 else tokens.max()
-            raise RequestError(
-                f"document {self.num_documents} holds token id {wrong}. Expected 0..{vocab_size - 1}. "
-                "Encode it with the target's tokenizer."
-            )
+        for token in (tokens.min(), tokens.max()):
+            check_token(token, vocab_size, f"document {self.num_documents}")
         data = tokens.astype(self._dtype).tobytes()
         self._digest.update(data)
         self._tokens.write(data)
