@@ -305,7 +305,5 @@ def legend_entries(panels: Sequence[Any]) -> dict[str, Any]:
 def _spelled(serving: Serving, all_servings: Sequence[Serving]) -> str:
     temperature = "greedy" if serving.temperature == 0 else f"sampled, T {serving.temperature:g}"
     parts = [f"batch size {serving.batch_size}", temperature]
-    parts += [
-        getattr(serving, key) for key in ("dtype", "runner") if len({getattr(s, key) for s in all_servings}) > 1
-    ]  # fmt: skip
+    parts += [getattr(serving, key) for key in ("dtype", "runner") if len({getattr(s, key) for s in all_servings}) > 1]
     return ", ".join(parts)

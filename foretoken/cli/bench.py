@@ -408,10 +408,7 @@ def _print_load(results: dict[str, Any]) -> None:
     head = ("model_id", "acceptance", "backend", "num_prompts", "max_concurrency", "request_rate", "burstiness")
     terminal.conditions({name: results[name] for name in (*head, "max_tokens", "temperature", "seed")})
     figures = ("mean", "median", "std", "p90", "p99")
-    rows = [
-        [name.upper(), *(_number(results[f"{figure}_{name}_ms"]) for figure in figures)]
-        for name in LATENCIES
-    ]  # fmt: skip
+    rows = [[name.upper(), *(_number(results[f"{figure}_{name}_ms"]) for figure in figures)] for name in LATENCIES]
     terminal.print_table(["ms", *figures], rows)
     source = f", by {results['output_len_source']}" if results["output_len_source"] else ""
     facts = {

@@ -35,9 +35,7 @@ _COMPILERS = ("c++", "g++", "clang++")
 _FLAGS = (*(_KERNELS / "flags.txt").read_text().split(), "-shared")
 _WIDE = "-mprefer-vector-width=512"  # x86: compilers avoid the widest registers otherwise
 _ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA = 158, 0x1023, 18  # Linux on x86-64: the call, the request, the registers
-_SANITIZE = (
-    "-O1", "-g", "-fno-omit-frame-pointer", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined",
-)  # fmt: skip
+_SANITIZE = ("-O1", "-g", "-fno-omit-frame-pointer", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined")
 _SYMBOLS = (
     "foretoken_decode", "foretoken_linear", "foretoken_workspace_bytes",
     "foretoken_draft", "foretoken_draft_bytes", "foretoken_head_draft",

@@ -339,9 +339,7 @@ class DrafterOptions(BaseModel):
         stop: Decides after which tokens a draft ends. Made from "control" of `speculative_config`; None for full depth.
     """
 
-    model_config = ConfigDict(
-        extra="forbid", frozen=True, strict=True, allow_inf_nan=False, protected_namespaces=()
-    )  # fmt: skip
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False, protected_namespaces=())
     is_trusted: ClassVar[bool] = False  # whether it gets the engine's own values and is believed, see `LLM`
     can_adapt_depth: ClassVar[bool] = True  # whether drafts of any depth up to the greatest make sense
     has_dynamic_trees: ClassVar[bool] = False  # whether it drafts level by level, by probabilities of its own

@@ -316,9 +316,7 @@ class SpireRows(WaitingFeatures):
 
     def _feed_features(self, waiting: Sequence[tuple[int, Sequence[int]]]) -> None:
         """Writes the rows of the target's features: of C tokens of all these slots at once."""
-        places = [
-            (slot, at, text[at]) for slot, text in waiting for at in range(self._fed[slot], self._known[slot])
-        ]  # fmt: skip
+        places = [(slot, at, text[at]) for slot, text in waiting for at in range(self._fed[slot], self._known[slot])]
         slots, at, tokens = integers_on(list(zip(*places, strict=True)), self._device).unbind()
         features = torch.cat([self._joined(slot) for slot, _ in waiting])
         rows = self._head.committed_rows(features.unsqueeze(0), tokens.unsqueeze(0), at.unsqueeze(0), self._parts)

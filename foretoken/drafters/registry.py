@@ -35,9 +35,7 @@ _SHARED = {
 # A tool of benchmarks that needs the answer: by its exact name only.
 _TOOLS = {"oracle"}
 # Methods of papers and other engines, without dashes, that do not exist here.
-_PLANNED = frozenset({
-    "clover", "dflash", "kangaroo", "ngramgpu", "pard",
-})  # fmt: skip
+_PLANNED = frozenset({"clover", "dflash", "kangaroo", "ngramgpu", "pard"})
 # Papers with heads that another paper's method drafts with.
 _SAME_AS = {"hass": "eagle", "eagle2": "eagle"}
 # Other names of methods, without dashes.

@@ -16,6 +16,7 @@ import transformers
 from foretoken.core.errors import ConfigError, foreign_errors_as, nearest_name_hint, one_line
 from foretoken.models.generic import find_blocks
 from foretoken.models.loading import wrap_model
+from foretoken.models.recurrent import WITHOUT_KEYS
 from foretoken.models.stored.building import unpacked
 
 if TYPE_CHECKING:
@@ -29,6 +30,17 @@ def kept_layers(num_layers: int, count: int) -> list[int]:
     if not 1 <= count <= num_layers:
         raise ConfigError(f"num_layers is {count}. Expected 1 to {num_layers}, the layers of the target.")
     return [round(index * (num_layers - 1) / max(count - 1, 1)) for index in range(count)]
+
+
+def with_attention(layers: list[int], config: Any) -> list[int]:
+    """Returns layers of a model, one of attention among them if it has any: transformers runs none without."""
+    kinds = enumerate(getattr(config, "layer_types", None) or ())
+    attention = [layer for layer, kind in kinds if kind not in WITHOUT_KEYS]
+    if attention and not {*attention} & {*layers}:
+        pairs = ((abs(own - layer), place, layer) for place, own in enumerate(layers) for layer in attention)
+        _, place, nearest = min(pairs)
+        layers[place] = nearest
+    return layers
 
 
 def pruned_model(target: LoadedModel, layers: Sequence[int]) -> LoadedModel:
@@ -86,7 +98,8 @@ def fresh_model(target: LoadedModel, sizes: Mapping[str, int], *, seed: int) -> 
     count = sizes.get(_LAYERS, target.num_layers)
     with _told(target), torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = _new(target, _config(target, given, [index % target.num_layers for index in range(count)]))
+        layers = with_attention([index % target.num_layers for index in range(count)], target.config)
+        model = _new(target, _config(target, given, layers))
     return _ready(model, target)
 
 

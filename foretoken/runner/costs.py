@@ -239,9 +239,7 @@ def measure_costs(
     """
     shapes = layer_shapes(model)
     num_slots = _STEP_WIDTHS[-1]
-    kinds: dict[str, Any] = {
-        "dtype": model.dtype, "device": model.device, "is_rounded": model.kv_cache_dtype == "int8",
-    }  # fmt: skip
+    kinds: dict[str, Any] = {"dtype": model.dtype, "device": model.device, "is_rounded": model.kv_cache_dtype == "int8"}
     rows = affordable_rows(shapes, **kinds) // num_slots
     needed = max(2 * prefix, prefix + WIDTHS[-1], min(_PROMPT_WIDTHS[-1], model.context_len))
     rows = max(NUM_ROWS, min(rows, needed))

@@ -36,7 +36,7 @@ from foretoken.decoder.slot_cache import affordable_rows
 from foretoken.models.generic import own_attention
 from foretoken.models.loading import load_model, load_tokenizer, wrap_model
 from foretoken.models.parts import target_parts
-from foretoken.models.smaller import fresh_model, kept_layers, pruned_model, unpacked_model
+from foretoken.models.smaller import fresh_model, kept_layers, pruned_model, unpacked_model, with_attention
 from foretoken.runner.decoders import layer_shapes
 from foretoken.runner.runner import Runner
 from foretoken.runner.self_test import NUM_ROWS
@@ -321,7 +321,7 @@ def new_student(
         count = named["num_hidden_layers"]
         if type(count) is not int:
             raise ConfigError(f"num_layers is {count!r}. Expected a number of layers.")
-        layers = kept_layers(target.num_layers, count)
+        layers = with_attention(kept_layers(target.num_layers, count), target.config)
         return Student(pruned_model(target, layers), {"target_layers": layers})
     return Student(fresh_model(target, named, seed=seed), {"sizes": named})
 

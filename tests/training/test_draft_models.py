@@ -3,6 +3,7 @@
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,7 +21,7 @@ from foretoken.heads.base import WindowPositions
 from foretoken.models.generic import generate_plain, run_plain
 from foretoken.models.loaded import LoadedModel
 from foretoken.models.loading import wrap_model
-from foretoken.models.smaller import fresh_model, kept_layers, pruned_model
+from foretoken.models.smaller import fresh_model, kept_layers, pruned_model, with_attention
 from foretoken.training.data.packed import Document, PackedForm, PackedTokens, PackedWriter
 from foretoken.training.draft_model import (
     Distillation,
@@ -52,6 +53,18 @@ def windows(count: int = 4, length: int = 16) -> tuple[Tensor, Tensor]:
 )
 def test_kept_layers_are_evenly_spaced(num_layers: int, count: int, kept: list[int]) -> None:
     assert kept_layers(num_layers, count) == kept
+
+
+@pytest.mark.parametrize("architecture", ["lfm2", "qwen3_5"])
+def test_a_layer_of_attention_is_kept(architecture: str) -> None:
+    """Models with recurrent layers run only with one; the nearest layer makes room for it."""
+    target = wrap_model(tiny_model(architecture), name="tiny")
+    (attention,) = (i for i, kind in enumerate(target.config.layer_types) if kind == "full_attention")
+    layers = with_attention([attention - 1], target.config)
+    assert layers == [attention]
+    for model in (pruned_model(target, layers), fresh_model(target, {"num_hidden_layers": 1}, seed=0)):
+        run_plain(model.module, windows()[0], use_cache=True)
+    assert with_attention([0, 3], SimpleNamespace(layer_types=["linear_attention"] * 4)) == [0, 3]
 
 
 @pytest.mark.parametrize("architecture", ["llama", "llama_tied", "gemma2", "gpt2", "qwen3_moe", "smollm3"])
