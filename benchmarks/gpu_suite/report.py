@@ -18,6 +18,7 @@ _TABLES = (
      "Microseconds of one layer's attention, a tree of `nodes` behind `prefix` rows; kernels take turns over caches "
      "beyond L2, launches hidden by CUDA graphs. SDPA has a dense mask and enable_gqa; packed: the query heads of a KV "
      "head as rows of one matrix."),
+    ("states", "states", "Microseconds of the delta rule of one layer, a tree or chain of `nodes` in each sequence."),
     ("step", "model", "The target of the next tables: random weights, a known text, batch 1."),
     ("step", "passes",
      "Microseconds of a pass with the logits of all nodes. Waited: from an idle GPU, launches included; queued: "

@@ -30,6 +30,7 @@ class Section:
 SECTIONS: tuple[Section, ...] = (
     Section("ceilings", _HERE + "ceilings", 30.0, rehearsal_seconds=2.0),
     Section("attention", _HERE + "attention", 110.0),
+    Section("states", _HERE + "states", 20.0),
     Section("step", _HERE + "step", 110.0),
     Section("lossless", _HERE + "lossless", 85.0, shards=4, rehearsal_seconds=8.0),
     Section("twin", _HERE + "twin", 80.0, rehearsal_seconds=10.0),

@@ -1,6 +1,6 @@
 """Decoder blocks, and the lean decoder, on torch's GEMM: any device, and CPUs with matrix units that oneDNN supports.
 
-On GPUs our own kernels compute the element-wise operations of common blocks (`triton_kernels`).
+On GPUs our own kernels compute the element-wise operations of common blocks, and recurrences (`triton_kernels`).
 
 Letters: M tokens of a pass, E hidden size, F taps, H query heads, Hk KV heads, D head size, L blocks, I width of the
 feed-forward layer.
@@ -62,9 +62,15 @@ class Projected(NamedTuple):
 
 
 class TorchOps:
-    """The operations in torch; `sums_parts`: whether a `delta` of `add_and_norm` may be (P, M, E), summed over P."""
+    """The operations in torch.
+
+    Attributes:
+        sums_parts: Whether a `delta` of `add_and_norm` may be (P, M, E), summed over P.
+        kernels: The module `triton_kernels` where it computes recurrent states, or None.
+    """
 
     sums_parts = False
+    kernels: Any = None
 
     def add_and_norm(self, x: Tensor, delta: Tensor | None, norm: Norm | None) -> tuple[Tensor, Tensor]:
         """Returns x + delta and its norm, (M, E) each in the dtype of `x`; delta: (M, E) or None, norm: may be None."""
@@ -102,7 +108,7 @@ class TritonOps(TorchOps):
         """Imports the kernels; raises `ImportError` without triton."""
         from foretoken.decoder import triton_kernels
 
-        self._kernels = triton_kernels
+        self.kernels = self._kernels = triton_kernels
 
     def add_and_norm(self, x: Tensor, delta: Tensor | None, norm: Norm | None) -> tuple[Tensor, Tensor]:
         """See `TorchOps`."""
@@ -217,7 +223,7 @@ class TorchBlocks:
         if self._sizes is None:
             return None
         assert self._cache.states is not None, "recurrent layers have states"
-        return MixedPass(work, self._cache.states, self._sizes)
+        return MixedPass(work, self._cache.states, self._sizes, self._ops.kernels)
 
     def run(
         self,

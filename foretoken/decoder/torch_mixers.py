@@ -1,21 +1,21 @@
-"""Recurrent layers in torch, on any device: the nodes of a pass that are equally deep are one batch.
+"""Recurrent layers in torch, on any device; on GPUs a kernel of `triton_kernels` computes the recurrence.
 
-Every node begins with its parent's state. Only the states of one depth and one layer exist at a time: a pass keeps the
-state behind the settled nodes of a sequence, and the inputs of the others, which the next pass computes again by the
-same code (`foretoken.decoder.recurrent_states`). Convolutions need no order and are computed for all tokens at once.
+Every node begins with its parent's state. A pass keeps the state behind the settled nodes of a sequence, and the inputs
+of the others, which the next pass computes again by the same code (`foretoken.decoder.recurrent_states`). Convolutions
+need no order and are computed for all tokens at once.
 
 An item is a token to compute: the tokens that are computed again, and the nodes of the pass. A table of rows has the
 inputs of a layer: first those of the windows before each sequence, then those of known items, then those of the pass.
 
 Letters: S sequences, M tokens of the pass, I items, L recurrent layers, C channels, K taps of a convolution, H heads,
-Dk and Dv the sizes of keys and values, W numbers in a row.
+Hk heads of queries and keys, Dk and Dv the sizes of keys and values, W numbers in a row.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,7 +28,7 @@ from foretoken.decoder.mixers import LinearAttention, ShortConvolution
 from foretoken.decoder.recurrent_states import PathStates, sorted_by_depth
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from foretoken.core.passes import Pass
     from foretoken.decoder.recurrent_states import NodeRow, PathState, RecurrentStates
@@ -111,21 +111,154 @@ class TorchBlock:
         return (self.rows,) if self.state is None else (self.state, self.rows)
 
 
-_Ends = list[tuple[int, TorchBlock]]
-
-
-class _Level(NamedTuple):
-    """Items that are equally deep.
+class Items(NamedTuple):
+    """The items of a pass, and the states (L, H, Dk, Dv) around them.
 
     Attributes:
-        items: Of all items, which are in this order.
-        parents: (n,) int64, the places of their parents in the level before, or of their sequences; None: in order.
-        ends: Places whose states blocks keep.
+        above: Of each item, the item before; ~s for one that sequence s begins with.
+        before: Of each sequence, the state that it begins with; None for zeros.
+        ends: Of each sequence, an item with the memory that its state is copied to; ~s for the state before the
+            sequence, None for no state.
     """
 
-    items: slice
-    parents: Tensor | None
-    ends: _Ends
+    above: Sequence[int]
+    before: Sequence[Tensor | None]
+    ends: Sequence[tuple[int, Tensor] | None]
+
+
+class HeadInputs(NamedTuple):
+    """Queries and keys, (I, Hk, Dk) each, and values, (I, H, Dv), with the heads of an item side by side in memory."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+
+
+class Levels:
+    """The recurrence in torch: items that are equally deep are a batch, whose states alone exist.
+
+    Attributes:
+        order: The items in the order of the arguments of `read`.
+        lists: Integers that are to be put into `tables`, on the device.
+    """
+
+    def __init__(self, items: Items, sizes: MixerSizes) -> None:
+        """Sorts the items."""
+        self._items, self._sizes = items, sizes
+        self.levels, places = sorted_by_depth(items.above)
+        self.order = [item for level in self.levels for item in level.nodes]
+        widths = [len(items.before), *(len(level.nodes) for level in self.levels)]
+        self._is_sorted = [
+            level.parents == list(range(width)) for level, width in zip(self.levels, widths, strict=False)
+        ]
+        self.lists = [level.parents for level, known in zip(self.levels, self._is_sorted, strict=True) if not known]
+        self.tables: Sequence[Tensor] = ()
+        self._ends: list[list[tuple[int, Tensor]]] = [[] for _ in widths]  # by level, first those before the sequences
+        for item, memory in filter(None, items.ends):
+            level, place = places[item] if item >= 0 else (-1, ~item)
+            self._ends[level + 1].append((place, memory))
+
+    def read(self, layer: int, heads: HeadInputs, decay: Tensor, rate: Tensor, *, is_delta: bool) -> Tensor:
+        """Computes S = decay * S; S = S + k (rate * (v - k^T S))^T, or + k (rate * v)^T; and returns S^T q.
+
+        Args:
+            layer: Its number.
+            heads: Of each item.
+            decay: (I, H), contiguous.
+            rate: (I, H), contiguous.
+            is_delta: Which of both.
+
+        Returns:
+            (I, H, Dv).
+        """
+        shared, outputs, tables = decay.shape[1] // heads.key.shape[1], list[Tensor](), iter(self.tables)
+        query, key = (each.repeat_interleave(shared, 1) for each in heads[:2])
+        state, first = self._before(layer), 0
+        self._keep(layer, state, 0)
+        for number, level in enumerate(self.levels):
+            own = slice(first, first := first + len(level.nodes))
+            state = state if self._is_sorted[number] else state.index_select(0, next(tables))
+            state *= decay[own, :, None, None]
+            added = heads.value[own]
+            if is_delta:
+                added = added - (key[own].unsqueeze(2) @ state).squeeze(2)
+            state.addcmul_(key[own].unsqueeze(3), (added * rate[own, :, None]).unsqueeze(2))
+            outputs.append((query[own].unsqueeze(2) @ state).squeeze(2))
+            self._keep(layer, state, number + 1)
+        return torch.cat(outputs)
+
+    def _before(self, layer: int) -> Tensor:
+        """Returns a new tensor (S, H, Dk, Dv)."""
+        sizes = self._sizes
+        assert sizes.state is not None, "the layers have states"
+        empty = torch.zeros(sizes.state, dtype=sizes.state_dtype, device=sizes.device)
+        return torch.stack([empty if each is None else each[layer] for each in self._items.before])
+
+    def _keep(self, layer: int, states: Tensor, level: int) -> None:
+        if ends := self._ends[level]:
+            torch._foreach_copy_([memory[layer] for _, memory in ends], [states[place] for place, _ in ends])
+
+
+class DepthFirst:
+    """The recurrence in one Triton kernel, which walks over the items of each sequence depth first; see `Levels`.
+
+    A state stays in registers while each item comes right after its parent. Other items load it: from scratch memory,
+    where an item with several children stores its own, or from where the sequence begins. The largest subtree is the
+    last, so n items need at most log2(n) states of scratch memory, and a chain needs none.
+    """
+
+    def __init__(self, items: Items, sizes: MixerSizes, kernels: Any) -> None:
+        """Sorts the items; kernels: `triton_kernels`."""
+        self._items, self._kernels, self.order = items, kernels, list[int]()
+        counts, children = [1] * len(items.above), dict[int, list[int]]()
+        for item, parent in reversed([*enumerate(items.above)]):
+            children.setdefault(parent, []).append(item)
+            if parent >= 0:
+                counts[parent] += counts[item]
+        for below in children.values():
+            below.sort(key=counts.__getitem__, reverse=True)
+        sequences, moves, num_states = list[int](), list[int](), 0
+        for sequence, (before, end) in enumerate(zip(items.before, items.ends, strict=True)):
+            first = len(self.order)
+            for item, source, target in _depth_first(children, ~sequence, num_states):
+                self.order.append(item)
+                moves += [source, target]
+            num_states = max([num_states, *(target + 1 for target in moves[2 * first + 1 :: 2])])
+            sequences += [first, len(self.order), 0 if before is None else before.data_ptr()]
+            if end is None:
+                sequences += [-2, 0]
+            else:
+                place = self.order.index(end[0], first) if end[0] >= 0 else first - 1
+                sequences += [place, end[1].data_ptr()]
+        self.lists = [sequences, moves]
+        self.tables: Sequence[Tensor] = ()
+        assert sizes.state is not None, "the layers have states"
+        self._scratch = torch.empty((num_states, *sizes.state), dtype=sizes.state_dtype, device=sizes.device)
+
+    def read(self, layer: int, heads: HeadInputs, decay: Tensor, rate: Tensor, *, is_delta: bool) -> Tensor:
+        """See `Levels`."""
+        out: Tensor = self._kernels.walk_states(
+            layer, *heads, decay, rate, *self.tables, self._scratch, is_delta=is_delta
+        )
+        return out
+
+
+def _depth_first(children: Mapping[int, Sequence[int]], root: int, used: int) -> Iterator[tuple[int, int, int]]:
+    """Yields the items below `root`, with where each one's state comes from and goes to, see `walk_states`.
+
+    used: States of scratch memory that are taken.
+    """
+    waiting = [(root, -1, used)]
+    while waiting:
+        item, source, used = waiting.pop()
+        below = children.get(item, ())
+        target = -1 if len(below) < 2 else used if item >= 0 else -2
+        if item >= 0:
+            yield item, source, target
+        # The last item takes the state out of the scratch memory.
+        waiting += [(each, target, used + (target >= 0 and place > 0)) for place, each in enumerate(below)]
+        if below:
+            waiting[-1] = (below[-1], -1, waiting[-1][2])
 
 
 class _Plan:
@@ -136,12 +269,12 @@ class _Plan:
         taps: Of each item, rows of the table, the oldest first.
         tokens: Of each token, its item.
         kept: Of each sequence, rows of the table that its block keeps.
-        ends: Blocks by the item whose state they keep, or ~s.
+        ends: See `Items`.
     """
 
     def __init__(self, work: Pass, states: PathStates[TorchBlock], window: int) -> None:
         self.above, self.taps, self.tokens, self.kept = list[int](), list[list[int]](), list[int](), list[list[int]]()
-        self.ends: dict[int, TorchBlock] = {}
+        self.ends = list[tuple[int, Tensor] | None]()
         num = work.num_sequences
         known = [len(states.known(sequence)) for sequence in range(num)]
         known_at = [*accumulate(known, initial=num * window)]
@@ -155,8 +288,8 @@ class _Plan:
             start = sequence * window  # of the window's rows
             before = [rows[at] if at >= 0 else start + window + at for at in range(settled - block.window, settled)]
             self.kept.append([*before, *tokens[states.settled[sequence] :]])
-            if block.state is not None:
-                self.ends[len(self.above) - len(rows) + settled - 1 if settled else ~sequence] = block
+            last = len(self.above) - len(rows) + settled - 1 if settled else ~sequence
+            self.ends.append((last, block.state) if tokens and block.state is not None else None)
 
     def _add(self, sequence: int, rows: list[int], above: list[int], num_tokens: int, window: int) -> None:
         """Adds the items of a sequence, but for earlier nodes that no new one comes after."""
@@ -182,46 +315,33 @@ class MixedPass:
 
     Attributes:
         states: What the pass makes.
-        tokens: (M,) int64, the item of each token.
+        tokens: (M,) int64, the item of each token, in the order of `recurrence`.
+        recurrence: Computes the states of a layer.
     """
 
-    def __init__(self, work: Pass, slots: RecurrentStates, sizes: MixerSizes) -> None:
-        """Allocates blocks; raises `PassError` as `RecurrentStates.begin`."""
-        self._slots, self._sizes = slots, sizes
+    def __init__(self, work: Pass, slots: RecurrentStates, sizes: MixerSizes, kernels: Any = None) -> None:
+        """Allocates blocks; raises `PassError` as `RecurrentStates.begin`. kernels: `triton_kernels`, or None."""
+        self._slots = slots
         self.states: PathStates[TorchBlock] = PathStates.of(
             work, slots, lambda num_rows, has_states: TorchBlock.of(sizes, num_rows, has_states=has_states)
         )
-        self._begins = self.states.begins()
+        begins = self.states.begins()
         known = [row for sequence in range(work.num_sequences) for row in self.states.known(sequence)]
-        self._before = _rows_before(self._begins, known, sizes)
+        self._before = _rows_before(begins, known, sizes)
         plan = _Plan(work, self.states, sizes.window)
-        levels, places = sorted_by_depth(plan.above)
-        starts = [*accumulate((len(level.nodes) for level in levels), initial=0)]
-        in_order = [node for level in levels for node in level.nodes]
-        parents = [
-            None if level.parents == list(range(before)) else level.parents
-            for level, before in zip(
-                levels, [work.num_sequences, *map(len, (each.nodes for each in levels))], strict=False
-            )
-        ]
+        items = Items(plan.above, [None if each.block is None else each.block.state for each in begins], plan.ends)
+        has_kernel = kernels is not None and sizes.state is not None and sizes.state_dtype == torch.float32
+        self.recurrence: Levels | DepthFirst = DepthFirst(items, sizes, kernels) if has_kernel else Levels(items, sizes)
+        places = {item: place for place, item in enumerate(self.recurrence.order)}
         lists = [
-            [row for item in in_order for row in plan.taps[item]],
-            [starts[places[item][0]] + places[item][1] for item in plan.tokens],
+            [row for item in places for row in plan.taps[item]],
+            [places[item] for item in plan.tokens],
             [row for rows in plan.kept for row in rows],
-            *(each for each in parents if each is not None),
+            *self.recurrence.lists,
         ]
         packed = integers_on([number for each in lists for number in each], sizes.device)
-        taps, self.tokens, self._kept, *rest = packed.split(list(map(len, lists)))
+        taps, self.tokens, self._kept, *self.recurrence.tables = packed.split(list(map(len, lists)))
         self._taps, self._num_kept = taps.view(-1, sizes.window + 1), list(map(len, plan.kept))
-        ends: list[_Ends] = [[] for _ in levels]
-        for item, block in plan.ends.items():
-            if item >= 0:
-                ends[places[item][0]].append((places[item][1], block))
-        self._first_ends: _Ends = [(~item, block) for item, block in plan.ends.items() if item < 0]
-        self._levels = [
-            _Level(slice(*span), None if own is None else rest.pop(0), kept)
-            for span, own, kept in zip(pairwise(starts), parents, ends, strict=True)
-        ]
 
     def finish(self, work: Pass) -> None:
         """Keeps the states for later passes; work: what the pass was made of."""
@@ -236,53 +356,6 @@ class MixedPass:
         kept = table[self._kept].split(self._num_kept)
         torch._foreach_copy_([block.rows[:, layer] for block in self.states.made], list(kept))
         return table[self._taps]
-
-    def read_states(
-        self, layer: int, heads: tuple[Tensor, Tensor, Tensor], decay: Tensor, rate: Tensor, *, is_delta: bool
-    ) -> Tensor:
-        """Computes S = decay * S; S = S + k (rate * (v - k^T S))^T, or + k (rate * v)^T; and returns S^T q.
-
-        Args:
-            layer: Its number.
-            heads: Queries and keys, (I, H, Dk) each, and values, (I, H, Dv).
-            decay: (I, H).
-            rate: (I, H).
-            is_delta: Which of both.
-
-        Returns:
-            (I, H, Dv).
-        """
-        (query, key, value), outputs = heads, list[Tensor]()
-        state = self._states_before(layer)
-        _keep(layer, state, self._first_ends)
-        for level in self._levels:
-            state = state if level.parents is None else state.index_select(0, level.parents)
-            state *= decay[level.items, :, None, None]
-            own, added = key[level.items], value[level.items]
-            if is_delta:
-                added = added - (own.unsqueeze(2) @ state).squeeze(2)
-            state.addcmul_(own.unsqueeze(3), (added * rate[level.items, :, None]).unsqueeze(2))
-            outputs.append((query[level.items].unsqueeze(2) @ state).squeeze(2))
-            _keep(layer, state, level.ends)
-        return torch.cat(outputs)
-
-    def _states_before(self, layer: int) -> Tensor:
-        """Returns a new tensor (S, H, Dk, Dv)."""
-        sizes, states = self._sizes, list[Tensor]()
-        assert sizes.state is not None, "the layers have states"
-        for begin in self._begins:
-            if begin.block is None:
-                states.append(torch.zeros(sizes.state, dtype=sizes.state_dtype, device=sizes.device))
-            else:
-                assert begin.block.state is not None, "texts begin behind blocks with states"
-                states.append(begin.block.state[layer])
-        return torch.stack(states)
-
-
-def _keep(layer: int, states: Tensor, ends: _Ends) -> None:
-    kept = [block.state[layer] for _, block in ends if block.state is not None]
-    if kept:
-        torch._foreach_copy_(kept, [states[place] for place, _ in ends])
 
 
 def _rows_before(
@@ -347,33 +420,31 @@ class TorchLinearAttention:
 
     def __call__(self, x: Tensor, mixed: MixedPass) -> Tensor:
         """Turns (M, E) into what is added to the block's inputs, (M, E)."""
-        mixer, heads = self._mixer, self._mixer.num_heads
+        mixer, num = self._mixer, self._mixer.num_heads
         columns = self._projections(x)
         if self._order is not None:
             columns = columns[:, self._order]
         if self._factors is not None:
             columns = (columns * self._factors).to(x.dtype)
         at, gate_at = mixer.columns
-        width = self._convolution.channels + heads * (2 if mixer.beta_scale else 1)
+        width = self._convolution.channels + num * (2 if mixer.beta_scale else 1)
         windows = mixed.windows(self._number, columns[:, at : at + width])
-        query, key, value = self._heads(functional.silu(self._convolution(windows)))
-        raw = windows[:, -1, self._convolution.channels :].to(value.dtype)
-        step = functional.softplus(raw[:, :heads] + self._step_bias)
-        rate = raw[:, heads:].sigmoid() * mixer.beta_scale if mixer.beta_scale else step
-        read = mixed.read_states(
-            self._number, (query, key, value), (self._decay * step).exp(), rate, is_delta=mixer.beta_scale != 0
-        )
+        heads = self._heads(functional.silu(self._convolution(windows)))
+        raw = windows[:, -1, self._convolution.channels :].to(heads.value.dtype)
+        step = functional.softplus(raw[:, :num] + self._step_bias)
+        rate = raw[:, num:].sigmoid() * mixer.beta_scale if mixer.beta_scale else step
+        decay = (self._decay * step).exp()
+        read = mixed.recurrence.read(self._number, heads, decay, rate, is_delta=mixer.beta_scale != 0)
         if self._skip is not None:
-            read = read + self._skip * value
-        gate = functional.silu(columns[:, gate_at : gate_at + heads * mixer.value_dim].to(read.dtype))
+            read = read + self._skip * heads.value
+        gate = functional.silu(columns[:, gate_at : gate_at + num * mixer.value_dim].to(read.dtype))
         output: Tensor = self._output(self._gated(read[mixed.tokens].flatten(1), gate).to(x.dtype))
         return output * mixer.output_factor
 
-    def _heads(self, channels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns queries and keys, (I, H, Dk) each, and values, (I, H, Dv)."""
+    def _heads(self, channels: Tensor) -> HeadInputs:
         mixer = self._mixer
         query_at, key_at, value_at = mixer.channels
-        size, shared = mixer.num_key_heads * mixer.key_dim, mixer.num_heads // mixer.num_key_heads
+        size = mixer.num_key_heads * mixer.key_dim
         query, key = (
             channels[:, begin : begin + size].unflatten(1, (mixer.num_key_heads, mixer.key_dim))
             for begin in (query_at, key_at)
@@ -381,11 +452,7 @@ class TorchLinearAttention:
         if mixer.beta_scale:
             query, key = _of_length_one(query) * mixer.key_dim**-0.5, _of_length_one(key)
         values = channels[:, value_at : value_at + mixer.num_heads * mixer.value_dim]
-        return (
-            query.repeat_interleave(shared, 1),
-            key.repeat_interleave(shared, 1),
-            values.unflatten(1, (mixer.num_heads, mixer.value_dim)),
-        )
+        return HeadInputs(query, key, values.unflatten(1, (mixer.num_heads, mixer.value_dim)))
 
     def _gated(self, read: Tensor, gate: Tensor) -> Tensor:
         """Returns the outputs of heads, (M, H * Dv), with norm and gate."""

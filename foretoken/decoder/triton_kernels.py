@@ -1,4 +1,4 @@
-"""Kernels of a decoder block for GPUs: small-batch GEMM, norm, activation, rotation and cache write.
+"""Kernels of a decoder block for GPUs: small-batch GEMM, norm, activation, rotation, cache write, recurrent states.
 
 In a captured pass the host costs nothing, but every kernel takes some microseconds to begin and end. torch needs about
 thirty kernels a layer; these four and attention make nine. Rows are computed separately: a token's result does not
@@ -8,7 +8,8 @@ Kernels overlap, see `triton_overlap`. A GEMM fetches its first weights into L2 
 it, so the memory works while small kernels run.
 
 Letters: M tokens of a pass, D hidden size, H query heads, Hk KV heads, E head size, I width of the gated layer, N
-outputs and K inputs of a GEMM.
+outputs and K inputs of a GEMM; of a recurrence: S sequences, I items, L layers, H heads, Hk heads of queries and keys,
+Dk and Dv the sizes of keys and values.
 """
 
 from __future__ import annotations
@@ -397,3 +398,86 @@ def _gemm_kernel(
     row = tl.program_id(1) * num_tokens + token
     target = out + row.to(tl.int64)[None, :] * num_outputs + output[:, None]
     tl.store(target, sums, mask=is_token)
+
+
+_STATE_COLUMNS = 8  # of a state in a program of one warp; a choice, not measured
+
+
+def walk_states(
+    layer: int, query: Tensor, key: Tensor, value: Tensor, decay: Tensor, rate: Tensor,
+    sequences: Tensor, moves: Tensor, scratch: Tensor, *, is_delta: bool,
+) -> Tensor:  # fmt: skip
+    """Returns what the items of a pass read from their recurrent states, see `Levels.read` in `torch_mixers`.
+
+    The launch depends on S and the sizes of a layer alone. The bits of an item depend on its own path alone.
+
+    Args:
+        layer: Its number among L.
+        query: (I, Hk, Dk) float32, heads side by side.
+        key: As `query`.
+        value: (I, H, Dv) float32, heads side by side.
+        decay: (I, H) float32, contiguous.
+        rate: (I, H) float32, contiguous.
+        sequences: (5 S,) integers. Of each sequence, its first item, the end of its items, the address of the state
+            that it begins with, 0 for zeros, the item whose state is kept, and the address where. The item before the
+            first keeps the state before the sequence, -2 keeps none. Addresses are of (L, H, Dk, Dv) float32.
+        moves: (2 I,) integers. Of each item, the state of `scratch` that it begins with, and where its own is stored
+            for later items. The first is -1 behind the item before, -2 for the state before the sequence; the second is
+            -1 if no later item needs it.
+        scratch: (N, H, Dk, Dv) float32, contiguous, written.
+        is_delta: Whether the rule is the delta rule.
+
+    Returns:
+        (I, H, Dv) float32.
+    """
+    (_, key_heads, keys), (_, heads, values) = key.shape, value.shape
+    out = value.new_empty(value.shape)
+    tile = min(triton.next_power_of_2(values), _STATE_COLUMNS)
+    _states_kernel[(triton.cdiv(values, tile), heads, len(sequences) // 5)](
+        query, key, value, decay, rate, out, sequences, moves, scratch, layer,
+        query.stride(0), key.stride(0), value.stride(0), HEADS=heads, SHARED=heads // key_heads, KEYS=keys,
+        VALUES=values, BLOCK=triton.next_power_of_2(keys), TILE=tile, IS_DELTA=is_delta, num_warps=1,
+    )  # fmt: skip
+    return out
+
+
+@triton.jit(do_not_specialize=["layer"], do_not_specialize_on_alignment=["sequences", "moves", "scratch"])
+def _states_kernel(
+    query, key, value, decay, rate, out, sequences, moves, scratch, layer, query_stride, key_stride, value_stride,
+    HEADS: tl.constexpr, SHARED: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr, BLOCK: tl.constexpr,
+    TILE: tl.constexpr, IS_DELTA: tl.constexpr,
+):  # fmt: skip
+    """Takes some columns of the state of one head through all items of one sequence."""
+    head, sequences = tl.program_id(1), sequences + 5 * tl.program_id(2)
+    row, column = tl.arange(0, BLOCK), tl.program_id(0) * TILE + tl.arange(0, TILE)
+    is_row, is_column = row < KEYS, column < VALUES
+    is_state = is_row[:, None] & is_column[None, :]
+    place = (head * KEYS + row[:, None]) * VALUES + column[None, :]
+    size: tl.constexpr = HEADS * KEYS * VALUES
+    first, end, begin = tl.load(sequences), tl.load(sequences + 1), tl.load(sequences + 2)
+    last, kept = tl.load(sequences + 3), tl.load(sequences + 4)
+    before = begin.to(tl.pointer_type(tl.float32)) + layer.to(tl.int64) * size + place
+    after = kept.to(tl.pointer_type(tl.float32)) + layer.to(tl.int64) * size + place
+    state = tl.load(before, mask=is_state & (begin != 0), other=0.0)
+    if last == first - 1:
+        tl.store(after, state, mask=is_state)
+    for item in tl.range(first, end):
+        k = tl.load(key + item * key_stride + head // SHARED * KEYS + row, mask=is_row, other=0.0)
+        q = tl.load(query + item * query_stride + head // SHARED * KEYS + row, mask=is_row, other=0.0)
+        added = tl.load(value + item * value_stride + head * VALUES + column, mask=is_column, other=0.0)
+        source, target = tl.load(moves + 2 * item), tl.load(moves + 2 * item + 1)
+        if source == -2:
+            state = tl.load(before, mask=is_state & (begin != 0), other=0.0)
+        if source >= 0:
+            state = tl.load(scratch + source * size + place, mask=is_state, other=0.0)
+        state *= tl.load(decay + item * HEADS + head)
+        if IS_DELTA:
+            added -= tl.sum(state * k[:, None], 0)
+        state += k[:, None] * (added * tl.load(rate + item * HEADS + head))[None, :]
+        read = tl.sum(state * q[:, None], 0)
+        tl.store(out + (item * HEADS + head) * VALUES + column, read, mask=is_column)
+        if item == last:
+            tl.store(after, state, mask=is_state)
+        if target >= 0:
+            tl.store(scratch + target * size + place, state, mask=is_state)
+            tl.debug_barrier()  # another thread may load what this one stored

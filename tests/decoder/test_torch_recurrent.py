@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 
 import pytest
@@ -11,7 +12,7 @@ from tree_decoding import SLOTS, decode, grow, prefill, random_tokens, random_tr
 from foretoken.core.passes import Pass
 from foretoken.core.token_tree import TokenTree, TreeRow
 from foretoken.decoder.base import UnsuitableError
-from foretoken.decoder.torch_mixers import MixerSizes, TorchBlock
+from foretoken.decoder.torch_mixers import DepthFirst, MixerSizes, TorchBlock
 from foretoken.models.lean_weights import read_weights
 from foretoken.runner.decoders import probe_layer_shapes, state_bytes
 from foretoken.runner.runner import Runner
@@ -24,11 +25,8 @@ def stock(architecture: str, *, dtype: torch.dtype = torch.float32) -> Runner:
     return tiny_runner(architecture, dtype=dtype, runner="lean-stock", prefill_chunk=5)
 
 
-@on_all
-def test_dead_memory_reaches_nothing(architecture: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """NaN in all memory that a block is made in: every number that a later pass reads was written."""
-    expected = [each.output.logits for each in decode(stock(architecture), rounds=3)]
-    grown = [logits for _, logits in grow(stock(architecture), rounds=3)]
+def poison(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Puts NaN into all memory that a block is made in."""
     own = TorchBlock.of.__func__  # type: ignore[attr-defined]
 
     def poisoned(cls: type[TorchBlock], sizes: MixerSizes, num_rows: int, *, has_states: bool) -> TorchBlock:
@@ -38,10 +36,62 @@ def test_dead_memory_reaches_nothing(architecture: str, monkeypatch: pytest.Monk
         return block
 
     monkeypatch.setattr(TorchBlock, "of", classmethod(poisoned))
+
+
+@on_all
+def test_dead_memory_reaches_nothing(architecture: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every number that a later pass reads was written."""
+    expected = [each.output.logits for each in decode(stock(architecture), rounds=3)]
+    grown = [logits for _, logits in grow(stock(architecture), rounds=3)]
+    poison(monkeypatch)
     for each, logits in zip(decode(stock(architecture), rounds=3), expected, strict=True):
         assert torch.equal(each.output.logits, logits)
     for (_, found), logits in zip(grow(stock(architecture), rounds=3), grown, strict=True):
         assert torch.equal(found, logits)
+
+
+def some_passes(runner: Runner) -> list[torch.Tensor]:
+    """The logits of two trees behind prompts, of trees behind what is accepted of them, and of a tree that grows."""
+    rng, slots, lengths = random.Random(1), [0, 2], [6, 3]
+    for slot, length in zip(slots, lengths, strict=True):
+        prefill(runner, slot, random_tokens(rng, length), chunk=5)
+    trees = [[-1, 0, 0, 1, 1, 2], [-1, 0, 1, 0]]
+    outputs = []
+    for path in ([1, 4], []):
+        tree = TokenTree.from_rows([TreeRow(random_tokens(rng, len(parents)), parents) for parents in trees])
+        outputs.append(runner.verify(slots, lengths, tree).logits)
+        runner.commit(slots, lengths, [path, [1, 2]])
+        lengths = [lengths[0] + 1 + len(path), lengths[1] + 3]
+    for fed, earlier in ((2, 0), (3, 2)):
+        work = Pass(
+            tokens=torch.tensor(random_tokens(rng, fed)),
+            positions=torch.arange(lengths[0], lengths[0] + earlier + fed),
+            parents=torch.tensor([-1, -1, 0, -1, 2][: earlier + fed]), slots=[0], prefix_lens=lengths[:1],
+            offsets=[0, fed], num_earlier=[earlier], logit_rows=torch.arange(fed),
+        )  # fmt: skip
+        outputs.append(runner.run(work).logits)
+    return outputs
+
+
+@pytest.mark.parametrize("architecture", ["qwen3_5", "falcon_h1"])
+def test_the_kernel_gives_the_logits_of_the_loop(architecture: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In Triton's interpreter, with NaN in dead memory; models in float64 keep the loop."""
+    pytest.importorskip("triton")
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        pytest.skip("the models are on the CPU")
+    from benchmarks.gpu_suite.interpreter import mend_interpreter
+    from foretoken.decoder import triton_kernels
+
+    mend_interpreter()
+    loop, kernel, wide = stock(architecture), stock(architecture), stock(architecture, dtype=torch.float64)
+    for runner in (kernel, wide):
+        runner.decoder._blocks._ops.kernels = triton_kernels
+    poison(monkeypatch)
+    for ours, theirs in zip(some_passes(kernel), some_passes(loop), strict=True):
+        assert torch.allclose(ours, theirs, rtol=1e-4, atol=1e-4)
+    work = Pass.of_chains([[1]], slots=[0], prefix_lens=[0])
+    found = [isinstance(each.decoder._blocks.mixed(work).recurrence, DepthFirst) for each in (loop, kernel, wide)]
+    assert found == [False, True, False]
 
 
 @on_all
@@ -105,12 +155,7 @@ def test_accepted_tokens_alone_are_computed_again() -> None:
     runner.commit([0], [10], [[2, 3]])
     tree = TokenTree.from_rows([TreeRow([5, 6, 7], [-1, 0, 0])])
     mixed = runner.decoder._blocks.mixed(runner.verification([0], [13], tree))
-    assert [level.items.stop - level.items.start for level in mixed._levels] == [
-        1,
-        1,
-        1,
-        2,
-    ]  # two accepted, then 3 nodes
+    assert [len(level.nodes) for level in mixed.recurrence.levels] == [1, 1, 1, 2]  # two accepted, then 3 nodes
     assert mixed.tokens.tolist() == [2, 3, 4]
 
 

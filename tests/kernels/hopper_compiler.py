@@ -38,6 +38,7 @@ KERNELS = {
         "_gate_kernel",
         "_rotate_kernel",
         "_gemm_kernel",
+        "_states_kernel",
     ],
 }
 
@@ -146,6 +147,16 @@ def compile_all() -> None:
             triton_kernels.small_batch_gemm(x, torch.zeros(1, dtype=BF16).expand(outputs, 4096))
         triton_kernels.small_batch_gemm(x, torch.zeros(1, dtype=BF16).expand(6144, 4096), torch.float32)
     compile_losses()
+    compile_states()
+
+
+def compile_states() -> None:
+    """The delta rule of Qwen3.5, whose heads share keys, and a state of Mamba2 whose sizes are no powers of two."""
+    tables = torch.zeros(5, dtype=torch.int64), torch.zeros(6, dtype=torch.int64)
+    for key_heads, heads, keys, values in ((16, 32, 128, 128), (80, 80, 96, 60)):
+        key, value, rate = torch.zeros(3, key_heads, keys), torch.zeros(3, heads, values), torch.zeros(3, heads)
+        scratch = torch.zeros(1, heads, keys, values)
+        triton_kernels.walk_states(1, key, key, value, rate, rate, *tables, scratch, is_delta=key_heads < heads)
 
 
 def compile_losses() -> None:

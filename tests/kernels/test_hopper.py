@@ -14,6 +14,7 @@ EXPECTED = {
     "_attend_kernel", "_merge_kernel", "_tables_kernel", "_part_kernel", "_walk_kernel",
     "_distribution_kernel", "_distance_kernel", "_scores_kernel", "_weights_kernel",
     "_commit_kernel", "_write_kernel", "_norm_kernel", "_gate_kernel", "_rotate_kernel", "_gemm_kernel",
+    "_states_kernel",
 }  # fmt: skip
 
 
