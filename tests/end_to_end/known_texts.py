@@ -76,9 +76,14 @@ def oracle(architecture: str) -> Oracle:
     return Oracle(copy.deepcopy(module(architecture)))
 
 
+@cache
+def _text(architecture: str, prompt: tuple[int, ...], count: int) -> list[int]:
+    return oracle(architecture).text(prompt, count)
+
+
 def text(architecture: str, prompt: Sequence[int], count: int) -> list[int]:
     """Returns `count` greedy tokens after a prompt."""
-    return oracle(architecture).text(prompt, count)
+    return _text(architecture, tuple(prompt), count)
 
 
 def params(count: int, **more: Any) -> SamplingParams:
