@@ -17,7 +17,6 @@ from foretoken import LLM
 from foretoken.core.errors import ConfigError, ModelError, PassError
 from foretoken.core.passes import Pass
 from foretoken.core.token_tree import TokenTree, TreeRow
-from foretoken.decoder.recurrent_states import LayerState
 from foretoken.models.level_states import LayerStates, LevelStates
 from foretoken.models.loading import wrap_model
 from foretoken.runner.decoders import probe_layer_shapes, state_bytes
@@ -194,36 +193,26 @@ def _one_step_too_far(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(LevelStates, "after", wrong)
 
 
-def before(states: LevelStates) -> dict[int, LayerState]:
-    """The states of the first sequence before the pass."""
-    return states.starts[0].state or states.empty
+def _stale(part: str) -> Callable[[pytest.MonkeyPatch], None]:
+    def plant(monkeypatch: pytest.MonkeyPatch) -> None:
+        own = LevelStates.after
 
+        def wrong(states: LevelStates, node: int) -> LayerStates:
+            old = states.starts[0].state or states.empty  # of the first sequence, before the pass
+            return LayerStates({
+                layer: each._replace(**{part: getattr(old[layer], part)}) for layer, each in own(states, node).items()
+            })  # fmt: skip
 
-def _stale_window(monkeypatch: pytest.MonkeyPatch) -> None:
-    own = LevelStates.after
+        monkeypatch.setattr(LevelStates, "after", wrong)
 
-    def wrong(states: LevelStates, node: int) -> LayerStates:
-        right, old = own(states, node), before(states)
-        return LayerStates({layer: each._replace(window=old[layer].window) for layer, each in right.items()})
-
-    monkeypatch.setattr(LevelStates, "after", wrong)
-
-
-def _stale_recurrence(monkeypatch: pytest.MonkeyPatch) -> None:
-    own = LevelStates.after
-
-    def wrong(states: LevelStates, node: int) -> LayerStates:
-        right, old = own(states, node), before(states)
-        return LayerStates({layer: each._replace(recurrent=old[layer].recurrent) for layer, each in right.items()})
-
-    monkeypatch.setattr(LevelStates, "after", wrong)
+    return plant
 
 
 MUTANTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     "a sibling's state": _sibling,
     "a commit one step too far": _one_step_too_far,
-    "a stale window": _stale_window,
-    "a stale recurrent state": _stale_recurrence,
+    "a stale window": _stale("window"),
+    "a stale recurrent state": _stale("recurrent"),
 }
 
 

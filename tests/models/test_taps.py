@@ -4,9 +4,8 @@ import random
 
 import pytest
 import torch
-import transformers as hf
 from plain_model import FLOAT32_TOLERANCE, PlainModel, relative_error
-from tiny_models import random_model, tiny_model
+from tiny_models import tiny_model
 from torch import Tensor, nn
 from tree_decoding import CASES, by_path, decode, random_tokens, tiny_runner
 
@@ -98,17 +97,7 @@ def test_taps_that_do_not_exist(tap: int | str) -> None:
 
 
 def test_no_norm_after_the_last_block() -> None:
-    config = hf.OPTConfig(
-        vocab_size=67,
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        ffn_dim=48,
-        word_embed_proj_dim=32,
-        max_position_embeddings=96,
-        do_layer_norm_before=False,
-    )
-    model = wrap_model(random_model(config), name="opt")
+    model = wrap_model(tiny_model("opt", num_hidden_layers=2, do_layer_norm_before=False), name="opt")
     Runner(model, num_slots=1, taps=(0, 1, 2))
     with pytest.raises(ModelError, match=r"OPTForCausalLM has no norm after its last block\. The tap 'final'"):
         Runner(model, num_slots=1, taps=("final",))
