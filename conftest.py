@@ -43,7 +43,7 @@ gc.disable()
 # Directories whose tests are about decoders and the models that they may not run.
 PROVES_ALWAYS = {"runner", "decoder", "models", "hf", "kernels"}
 # Files there that build many runners over equal weights.
-PROVES_ONCE = {"test_lean", "test_native_recurrent", "test_recurrent", "test_tree_passes"}
+PROVES_ONCE = {"test_captured_passes", "test_lean", "test_native_recurrent", "test_recurrent", "test_tree_passes"}
 
 
 @pytest.fixture(scope="module", autouse=True)
