@@ -5,7 +5,16 @@ from typing import Any
 
 import pytest
 
-from foretoken import RequestOutput
+from foretoken import RequestOutput, SamplingParams
+
+# Prompts of several lengths, each with another way of sampling.
+PROMPTS = [[5], [7, 8, 9] * 4, [40, 3, 12, 9, 61, 17], list(range(3, 20))]
+PARAMS = [
+    SamplingParams(temperature=0.0, max_tokens=24, logprobs=2),
+    SamplingParams(temperature=0.8, seed=1, max_tokens=24),
+    SamplingParams(temperature=0.0, max_tokens=24, repetition_penalty=1.2),
+    SamplingParams(temperature=0.9, seed=2, max_tokens=24, top_p=0.9),
+]
 
 
 def assert_same_text(

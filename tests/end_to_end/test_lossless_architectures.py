@@ -8,22 +8,15 @@ from itertools import product
 
 import pytest
 import torch
-from end_to_end.same_text import assert_same_text
+from end_to_end.same_text import PARAMS, PROMPTS, assert_same_text
 from end_to_end.tiny_heads import head
 from end_to_end.tiny_llms import drafters
 from tiny_models import ARCHITECTURES, LEAN_ARCHITECTURES, tiny_model
 
-from foretoken import LLM, RequestOutput, SamplingParams
+from foretoken import LLM, RequestOutput
 
 # GPT-2 learns positions; the others slide windows, cap scores, route experts, hold sinks, or compress KV.
 CHOSEN = ("gpt2", "mistral", "gemma2", "gemma3", "qwen3", "mixtral", "gpt_oss", "deepseek_v3", "cohere", "opt")
-PROMPTS = [[5], [7, 8, 9] * 4, [40, 3, 12, 9, 61, 17], list(range(3, 20))]
-PARAMS = [
-    SamplingParams(temperature=0.0, max_tokens=24, logprobs=2),
-    SamplingParams(temperature=0.8, seed=1, max_tokens=24),
-    SamplingParams(temperature=0.0, max_tokens=24, repetition_penalty=1.2),
-    SamplingParams(temperature=0.9, seed=2, max_tokens=24, top_p=0.9),
-]
 
 
 DRAFTERS = ("ngram tree", "draft itself tree", "draft", "oracle tree", "eagle", "eagle3")

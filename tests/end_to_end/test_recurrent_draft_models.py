@@ -7,20 +7,13 @@ from unittest import mock
 
 import pytest
 import torch
-from end_to_end.same_text import assert_same_text
+from end_to_end.same_text import PARAMS, PROMPTS, assert_same_text
 from end_to_end.tiny_llms import WIDTHS, draft_model, noisy, noisy_directory, target
 
 from foretoken import LLM, RequestOutput, SamplingParams
 from foretoken.decoder.native_states import StateBlock
 from foretoken.drafters.native.trees import draft_trees
 
-PROMPTS = [[5], [7, 8, 9] * 4, [40, 3, 12, 9, 61, 17], list(range(3, 20))]
-PARAMS = [
-    SamplingParams(temperature=0.0, max_tokens=24, logprobs=2),
-    SamplingParams(temperature=0.8, seed=1, max_tokens=24),
-    SamplingParams(temperature=0.0, max_tokens=24, repetition_penalty=1.2),
-    SamplingParams(temperature=0.9, seed=2, max_tokens=24, top_p=0.9),
-]
 SHAPES: dict[str, dict[str, Any]] = {
     "chain": {"num_speculative_tokens": 4},
     "widths": {"tree": WIDTHS},

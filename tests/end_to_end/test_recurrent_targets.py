@@ -5,20 +5,13 @@ from typing import Any
 
 import pytest
 import torch
-from end_to_end.same_text import assert_same_text
+from end_to_end.same_text import PARAMS, PROMPTS, assert_same_text
 from end_to_end.tiny_heads import head
 from end_to_end.tiny_llms import drafters
 from tiny_models import RECURRENT_ARCHITECTURES, tiny_model
 
 from foretoken import LLM, RequestOutput, SamplingParams
 
-PROMPTS = [[5], [7, 8, 9] * 4, [40, 3, 12, 9, 61, 17], list(range(3, 20))]
-PARAMS = [
-    SamplingParams(temperature=0.0, max_tokens=24, logprobs=2),
-    SamplingParams(temperature=0.8, seed=1, max_tokens=24),
-    SamplingParams(temperature=0.0, max_tokens=24, repetition_penalty=1.2),
-    SamplingParams(temperature=0.9, seed=2, max_tokens=24, top_p=0.9),
-]
 FIRST = ("qwen3_5", "lfm2", "bamba", "falcon_h1", "jamba", "mamba2")  # one of each kind of layer
 CASES = ["ngram tree", "suffix tree", "recycling", "oracle tree", "medusa", "hydra", "eagle", "eagle3", "hass"]
 
