@@ -65,7 +65,7 @@ def plan(
         list[str] | None,
         options.drafter_option(
             help="Plan with this drafter, as `foretoken bench` takes it. May be repeated. Default: ngram, all "
-            "beside MODEL, and with a described machine all of the library."
+            "beside MODEL, with --measure its own head, and with a described machine all of the library."
         ),
     ] = None,
     measure: Annotated[
@@ -165,9 +165,11 @@ def _setups(given: list[str] | None, model: str, *, must_exist: bool) -> dict[st
     """
     from foretoken.entrypoints.config import parse_setup, parse_speculative_config
     from foretoken.entrypoints.drafter_files import head_beside, names_beside
+    from foretoken.formats.registry import MODELS_OWN, holds_own_head
 
     names = ["draft_model" if name == "draft" else name for name in names_beside(model)]
     beside = [f"{name}:chain" for name in names if name == "draft_model" or head_beside(model, name)]
+    beside += [f"{MODELS_OWN}:chain"] if must_exist and holds_own_head(Path(model), MODELS_OWN) else []
     setups: dict[str, Mapping[str, Any] | None] = {}
     for text in given or ["ngram:chain", *beside]:
         setup = parse_setup(text, target=model)

@@ -138,8 +138,10 @@ def predict(
 
     `error` is the relative standard error of `draft.tokens`; `source` says where the acceptance comes from.
     """
-    rate, seconds = _rate(draft, costs, batch, context)
-    plain, _ = _rate(NO_DRAFT, costs, batch, context)
+    plain = sum(_seconds(NO_DRAFT, costs, batch, context))
+    verify, drafting, host = _seconds(draft, costs, batch, context)
+    host = max(host, plain - verify - drafting)  # an iteration with drafts takes no less: other figures are noise
+    rate = goodput(draft.tokens, batch=batch, verify=verify, draft=drafting, host=host)
     half = INTERVAL_WIDTH * hypot(error, costs.error)
     return Prediction(
         draft=draft,
@@ -147,20 +149,15 @@ def predict(
         tokens_per_s=rate,
         low=rate / (1 + half),
         high=rate * (1 + half),
-        speed_up=rate / plain,
-        seconds=seconds,
+        speed_up=rate * plain / batch,
+        seconds=(verify, drafting, host),
         source=source,
     )
 
 
-def _rate(
-    draft: PlannedDraft, costs: IterationCosts, batch: int, context: float
-) -> tuple[float, tuple[float, float, float]]:
-    verify = costs.verify(draft, batch, context)
+def _seconds(draft: PlannedDraft, costs: IterationCosts, batch: int, context: float) -> tuple[float, float, float]:
     drafting = costs.draft(draft, batch, context) if draft.depth else 0.0
-    host = costs.host(draft, batch)
-    rate = goodput(draft.tokens, batch=batch, verify=verify, draft=drafting, host=host)
-    return rate, (verify, drafting, host)
+    return costs.verify(draft, batch, context), drafting, costs.host(draft, batch)
 
 
 def predictions(curves: Sequence[Curve], costs: IterationCosts, *, batch: int, context: float) -> list[Prediction]:

@@ -308,8 +308,7 @@ def saved_head(
     """
     if training_processes().process_index:
         return None
-    own = _stored_dtype(target.config, target.dtype) if target.stored is None else target.stored.dtype
-    stored = own if dtype == "auto" else DTYPES[dtype]
+    stored = _stored_dtype(target) if dtype == "auto" else DTYPES[dtype]
     weights = {
         key: value.to(stored) if value.is_floating_point() else value for key, value in checkpoint.weights.items()
     }
@@ -356,8 +355,7 @@ def saved_draft_model(
     if training_processes().process_index:
         return None
     module: Any = student.module
-    files = load_config(target.name).get_text_config()  # a loaded model's configuration has the dtype of its memory
-    module.to(_stored_dtype(files, target.dtype) if dtype == "auto" else DTYPES[dtype])
+    module.to(_stored_dtype(target) if dtype == "auto" else DTYPES[dtype])
     facts = _facts("draft_model", list(module.parameters()), notes)
     with told_as(ConfigError, f"'{out}'", ADVICE), new_directory(out) as new:
         module.save_pretrained(new)
@@ -419,15 +417,20 @@ def save_target(target: LoadedModel, out: Path, *, tokenizer: Any, like: str) ->
     if training_processes().process_index == 0:
         module: Any = target.module
         with told_as(ConfigError, f"'{out}'", ADVICE), new_directory(out) as place:
-            module.to(_stored_dtype(load_config(like).get_text_config(), target.dtype)).save_pretrained(place)
+            module.to(_stored_dtype(target, like)).save_pretrained(place)
             tokenizer.save_pretrained(place)
         module.to(target.dtype)  # the target in memory is rounded like the written weights
     return replace(target, name=str(out))
 
 
-def _stored_dtype(config: Any, default: torch.dtype) -> torch.dtype:
+def _stored_dtype(target: LoadedModel, files: str | None = None) -> torch.dtype:
+    """Returns the dtype of a target's files, or of the model `files`; of a target in integers that of its decoder."""
+    if target.stored is not None:
+        return target.stored.dtype
+    in_memory = files is None and target.is_borrowed  # a loaded model's configuration has the dtype of its memory
+    config = target.config if in_memory else load_config(files or target.name).get_text_config()
     stored = getattr(config, "dtype", None)
-    return stored if isinstance(stored, torch.dtype) else DTYPES.get(str(stored), default)
+    return stored if isinstance(stored, torch.dtype) else DTYPES.get(str(stored), target.dtype)
 
 
 def _drafting(

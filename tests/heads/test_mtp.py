@@ -17,6 +17,7 @@ from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import Qwen3_5MoeDecod
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextDecoderLayer, Qwen3NextRotaryEmbedding
 
 from foretoken import LLM, SamplingParams
+from foretoken.cli.plan import _setups
 from foretoken.core.errors import ConfigError, ModelError
 from foretoken.core.passes import Pass
 from foretoken.decoder.block_stack import BlockStack
@@ -145,6 +146,7 @@ def test_a_head_is_found_in_the_targets_files_or_beside(files: Path, place: str)
     elif place == "named":
         config["model"] = str(files)
     assert parse_speculative_config(config, target=str(files)).options[0].model == str(expected)
+    assert "mtp:chain" in _setups(None, str(files), must_exist=True)
     (output,) = LLM(str(files), speculative_config=config).generate([PROMPTS[1]], GREEDY)
     assert output.metrics.num_drafted > 0
     assert output.outputs[0].token_ids == plain("lean-native")[1].outputs[0].token_ids

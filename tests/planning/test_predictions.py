@@ -104,6 +104,22 @@ def test_a_prediction_is_tokens_over_the_seconds_of_its_parts() -> None:
     assert sum(found.seconds) == pytest.approx(seconds, rel=1e-12)
 
 
+class NoisyCosts(RooflineCosts):
+    """As measured on a busy machine: plain decoding was timed while other programs ran."""
+
+    def host(self, draft: PlannedDraft, batch: int) -> float:
+        return 1.0 if draft.depth else 2.0
+
+
+def test_drafts_of_nothing_never_pay() -> None:
+    """An iteration with drafts takes no less time than one without, whatever was measured."""
+    costs = NoisyCosts(target=LLAMA_8B, machine=H100)
+    found = [predict(PlannedDraft("ngram:chain", 1, 0.0, tokens, 0.0), costs, batch=2, context=9) for tokens in (1, 2)]
+    assert [each.speed_up for each in found] == pytest.approx([1, 2], rel=1e-9)
+    assert not found[0].pays
+    assert found[1].tokens_per_s == pytest.approx(2 * 2 / sum(found[1].seconds), rel=1e-9)
+
+
 @pytest.mark.parametrize("method", ["spire", "self_sparse", "draft_model"])
 @pytest.mark.parametrize(("batch", "context"), [(1, 100), (64, 1000), (64, 32_000)])
 def test_drafts_within_a_window_gain_the_modelled_multiplier(method: str, batch: int, context: int) -> None:
