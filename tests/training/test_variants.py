@@ -21,9 +21,20 @@ from foretoken.entrypoints.model_arguments import load_target
 from foretoken.formats import native
 from foretoken.formats.checkpoint import HeadCheckpoint
 from foretoken.formats.registry import read_head
+from foretoken.heads.mtp import MtpLayerConfig
 from foretoken.training.doctor.checks import Check, check_acceptance, check_agreement, check_template
 from foretoken.training.doctor.examine import Examination, examine
-from foretoken.training.doctor.readings import Texts, compare, greedy_texts
+from foretoken.training.doctor.readings import Texts, compare, greedy_texts, reordered_rows
+
+
+def test_rows_in_another_order_are_those_that_turn() -> None:
+    """Of heads for multi-token prediction a part of each head; gates lie behind the queries of each head."""
+    layer = MtpLayerConfig(num_attention_heads=2, num_key_value_heads=1, head_dim=6, intermediate_size=1, rotary_dim=4)
+    first, keys, queries = [0, 2, 1, 3, 4, 5], torch.arange(6), torch.arange(24)
+    assert reordered_rows(keys, (2, -1), layer).tolist() == first
+    pairs = reordered_rows(queries, (2, -1), layer)
+    assert pairs.tolist() == [*first, *range(6, 12), *(12 + row for row in first), *range(18, 24)]
+    assert torch.equal(reordered_rows(pairs.unsqueeze(1), (-1, 2), layer), queries.unsqueeze(1))
 
 
 @cache

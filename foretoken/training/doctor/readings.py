@@ -418,16 +418,23 @@ def _order(case: Case) -> Iterator[tuple[str, Tensor]]:
     for block, layer in ((key, getattr(case.checkpoint.config, key, None)) for key in ("layer", "prefix")):
         if isinstance(layer, LayerConfig):
             keys = [f"{block}.{name}_proj.{kind}" for name, kind in product("qk", ("weight", "bias"))]
-            rows = {key: weights[key].unflatten(0, (-1, layer.head_dim)) for key in keys if key in weights}
             for name, split in (("from halves to pairs", (2, -1)), ("from pairs to halves", (-1, 2))):
                 changed[f"rotary rows of `q_proj` and `k_proj` {name}"] = {
-                    key: each.unflatten(1, split).transpose(1, 2).reshape(weights[key].shape)
-                    for key, each in rows.items()
+                    key: reordered_rows(weights[key], split, layer) for key in keys if key in weights
                 }
     for name, others in changed.items():
         if others:
             checkpoint = replace(case.checkpoint, weights={**weights, **others})
             yield name, case.said(checkpoint.module(device=case.target.device, dtype=case.features.dtype))
+
+
+def reordered_rows(weight: Tensor, split: tuple[int, int], layer: LayerConfig) -> Tensor:
+    """Returns `q_proj` or `k_proj` with the rows that turn in another order: not those of gates behind queries."""
+    rows = weight.unflatten(0, (-1, layer.head_dim)).clone()
+    step = 1 + (len(rows) > layer.num_attention_heads)
+    turned = rows[::step, : getattr(layer, "rotary_dim", layer.head_dim)]
+    turned.copy_(turned.unflatten(1, split).transpose(1, 2).flatten(1, 2))
+    return rows.flatten(0, 1)
 
 
 def _token_map(case: Case) -> Iterator[tuple[str, Tensor]]:
