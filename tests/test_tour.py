@@ -7,7 +7,6 @@ import json
 import re
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -50,27 +49,16 @@ def test_the_first_cells_print_what_the_notebook_shows(monkeypatch: pytest.Monke
     assert "same text: True" in outputs[2]
 
 
-@pytest.fixture(scope="module")
-def ran() -> tuple[list[str], dict[str, Any]]:
-    """What the notebook's cells print, from its own directory, with less training; and their names."""
+@pytest.mark.slow
+def test_the_other_cells_print_what_the_notebook_shows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the notebook's own directory, with less training; the head learns all the same, its curves are drawn."""
     for extra in ("matplotlib", "fastapi", "uvicorn", "prometheus_client"):
         pytest.importorskip(extra)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(ROOT / "docs")
-        return make_tour.run(CODES, {"TRAINING_STEPS": 20})
-
-
-@pytest.mark.slow
-def test_cells_of_the_notebook_print_what_it_shows(ran: tuple[list[str], dict[str, Any]]) -> None:
-    outputs, _ = ran
+    monkeypatch.chdir(ROOT / "docs")
+    outputs, namespace = make_tour.run(CODES, {"TRAINING_STEPS": 20})
     for output, shown in zip(outputs[EXACT:], SHOWN[EXACT:], strict=True):
         assert masked(output) == masked(shown)
     assert "False" not in "".join(outputs)
-
-
-@pytest.mark.slow
-def test_the_head_learns_and_its_curves_are_drawn(ran: tuple[list[str], dict[str, Any]]) -> None:
-    outputs, namespace = ran
     result = namespace["result"]
     first, last = result.tau.values()
     assert last > first > 1
