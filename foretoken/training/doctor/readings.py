@@ -430,7 +430,7 @@ def _order(case: Case) -> Iterator[tuple[str, Tensor]]:
 
 def reordered_rows(weight: Tensor, split: tuple[int, int], layer: LayerConfig) -> Tensor:
     """Returns `q_proj` or `k_proj` with the rows that turn in another order: not those of gates behind queries."""
-    rows = weight.unflatten(0, (-1, layer.head_dim)).clone()
+    rows: Tensor = weight.unflatten(0, (-1, layer.head_dim)).clone()
     step = 1 + (len(rows) > layer.num_attention_heads)
     turned = rows[::step, : getattr(layer, "rotary_dim", layer.head_dim)]
     turned.copy_(turned.unflatten(1, split).transpose(1, 2).flatten(1, 2))
