@@ -33,6 +33,6 @@ def _digest(model: LoadedModel) -> str | None:
     if model.lean is not None or model.quantization is not None or foreign_call(model.module) is not None:
         return None
     found = hashlib.blake2b(repr(model.module).encode())
-    for weight in model.module.parameters():
-        found.update(weight.detach().cpu().flatten().view(torch.uint8).numpy())
+    for weight in (*model.module.parameters(), *model.module.buffers()):
+        found.update(weight.detach().cpu().flatten().clone().view(torch.uint8).numpy())  # not of storage that may go
     return found.hexdigest()

@@ -216,16 +216,23 @@ def _file_of_responses(given: Path | None, out: Path) -> Path:
 
 
 def _tokenizer(target: str) -> tuple[Any, int | None]:
-    """Returns the tokenizer, and the target's number of tokens; None for a directory of a tokenizer alone."""
+    """Returns the tokenizer, and the target's number of tokens; None where its files do not state it."""
     from foretoken.entrypoints.drafter_files import check_is_no_head
+    from foretoken.files.bounded_reads import read_json_object
     from foretoken.models.loading import load_config, load_tokenizer
+    from foretoken.training.data.packed import MOST_TOKENS
 
     tokenizer = load_tokenizer(target)
     if tokenizer is None:
         check_is_no_head(target)
         raise RequestError(f"'{target}' has no tokenizer. Expected a model with a tokenizer.")
-    is_alone = Path(target).is_dir() and not (Path(target) / "config.json").exists()
-    return tokenizer, None if is_alone else load_config(target).get_text_config().vocab_size
+    if not Path(target).is_dir():
+        return tokenizer, load_config(target).get_text_config().vocab_size
+    config = Path(target) / "config.json"
+    stated = read_json_object(config) if config.exists() else {}
+    text = stated.get("text_config", stated)
+    size = text.get("vocab_size") if isinstance(text, dict) else None
+    return tokenizer, size if type(size) is int and 0 < size <= MOST_TOKENS else None
 
 
 def _target(target: str, drafter: list[str] | None, loading: options.LoadOptions, batch_size: int) -> LLM:

@@ -39,7 +39,7 @@ class TargetFingerprint(BaseModel):
 
     @classmethod
     def of(cls, model: LoadedModel) -> TargetFingerprint:
-        """Returns the fingerprint of a loaded target; the same in every dtype at least as wide as bfloat16."""
+        """Returns that of a loaded target, the same in bfloat16 and float32; without `weights` in float16."""
         lm_head = model.first_head_rows
         if lm_head is None:
             lm_head = target_parts(model).lm_head_weight
@@ -49,7 +49,7 @@ class TargetFingerprint(BaseModel):
             hidden_size=lm_head.shape[1],
             vocab_size=model.vocab_size,
             num_layers=model.num_layers,
-            weights=None if lm_head.is_meta else lm_head_hash(lm_head),  # stored in integers
+            weights=None if lm_head.is_meta or lm_head.dtype == torch.float16 else lm_head_hash(lm_head),
         )
 
     def differences(self, other: TargetFingerprint) -> list[str]:

@@ -72,10 +72,10 @@ def _fingerprint(files: HeadFiles, stated: Mapping[str, Any]) -> TargetFingerpri
     is_tied = stated.get("tie_word_embeddings", files.config.get("tie_word_embeddings", False))
     ending = "embed_tokens.weight" if is_tied else "lm_head.weight"
     keys = [key for key in files.weights.shapes if key.endswith(ending)][:1]
-    hashes = [lm_head_hash(each) for each in files.weights.fetch(keys).values() if each.itemsize > 1]
+    hashes = [lm_head_hash(each) for each in files.weights.fetch(keys).values() if each.itemsize > 1 and each.ndim == 2]
     return TargetFingerprint(
         name=str(files.path), hidden_size=stated["hidden_size"], vocab_size=stated["vocab_size"],
-        num_layers=stated.get("num_hidden_layers"), weights=hashes[0] if hashes else None,
+        weights=hashes[0] if hashes else None,
     )  # fmt: skip
 
 

@@ -35,12 +35,12 @@ def kept_layers(num_layers: int, count: int) -> list[int]:
 def with_attention(layers: list[int], config: Any) -> list[int]:
     """Returns layers of a model, one of attention among them if it has any: transformers runs none without."""
     kinds = enumerate(getattr(config, "layer_types", None) or ())
-    attention = [layer for layer, kind in kinds if kind not in WITHOUT_KEYS]
-    if attention and not {*attention} & {*layers}:
-        pairs = ((abs(own - layer), place, layer) for place, own in enumerate(layers) for layer in attention)
-        _, place, nearest = min(pairs)
-        layers[place] = nearest
-    return layers
+    attention = [layer for layer, kind in kinds if kind.endswith("attention") and kind not in WITHOUT_KEYS]
+    if not attention or {*attention} & {*layers}:
+        return layers
+    pairs = ((abs(own - layer), place, layer) for place, own in enumerate(layers) for layer in attention)
+    _, place, nearest = min(pairs)
+    return [*layers[:place], nearest, *layers[place + 1 :]]
 
 
 def pruned_model(target: LoadedModel, layers: Sequence[int]) -> LoadedModel:

@@ -114,7 +114,7 @@ def test_what_a_method_refuses_is_named_once_and_the_rest_goes_on() -> None:
     assert len(reasons) == len(refused) == 5, "not again for every batch size"
     assert "greater than or equal to 1" in reasons["ngram num_speculative_tokens=0"]
     assert "Did you mean 'ngram'?" in reasons["ngrm num_speculative_tokens=2"]
-    assert "there is no 'no-such-directory-medusa'" in reasons["medusa num_speculative_tokens=2"]
+    assert "There is no 'no-such-directory-medusa'" in reasons["medusa num_speculative_tokens=2"]
     assert not expand({"setup": ["oracle"]}, TARGET)[1], "its references come from plain decoding"
 
 

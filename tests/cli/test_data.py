@@ -52,9 +52,13 @@ def test_text_files(texts: Path, tmp_path: Path) -> None:
     assert not (out / "held_out").exists()
 
 
-def test_weights_are_not_needed(texts: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("config", [None, {"model_type": "unheard_of"}])
+def test_weights_are_not_needed(texts: Path, tmp_path: Path, config: dict[str, str] | None) -> None:
+    """Nor a model that transformers knows."""
     target = tmp_path / "tokenizer"
     target.mkdir()
+    if config is not None:
+        (target / "config.json").write_text(json.dumps(config))
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (target / name).symlink_to(ROOT / MODEL / name)
     told = output_of("data", str(target), "--out", str(tmp_path / "out"), "--text", str(texts / "0.py"))

@@ -226,7 +226,7 @@ def test_weights_and_methods_that_do_not_fit(command: str, given: str, sentence:
 
 def test_a_method_without_its_weights() -> None:
     for method in ("medusa", "draft_model"):
-        parts = (f"there is no '{DRAFT}-{method.removesuffix('_model')}'", f"Write {method}:model=PLACE")
+        parts = (f"There is no '{DRAFT}-{method.removesuffix('_model')}'", f"Write {method}:model=PLACE")
         assert_refused(parts, "generate", DRAFT, "-p", "x", "-s", method)
 
 

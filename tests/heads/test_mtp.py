@@ -1,5 +1,6 @@
 """Heads for multi-token prediction of Qwen3.5 and Qwen3-Next: against transformers' blocks, from the target's files."""
 
+import json
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -264,11 +265,18 @@ def test_heads_in_the_files_of_another_model_are_refused(files: Path, tmp_path: 
     for place in (files, tmp_path / "converted"):
         with pytest.raises(ConfigError, match=f"was trained for '{files}', not for .*: it has weights"):
             LLM(tiny_model("qwen3_5", seed=1), speculative_config={"method": "mtp", "model": str(place)})
+    LLM(str(files), dtype="float16", speculative_config="mtp")  # float16 rounds an LM head otherwise
 
 
-def test_quantized_targets_keep_their_head(files: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_indexed", [False, True])
+def test_quantized_targets_keep_their_head(files: Path, tmp_path: Path, *, is_indexed: bool) -> None:
     """Also one in a file that transformers does not read; its matrices stay as they are, and vLLM is told so."""
     out = tmp_path / "out"
+    if is_indexed:  # then other files do not count
+        places = {key: path.name for path in files.glob("*.safetensors") for key in load_file(path)}
+        (files / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": places}))
+        head = {key: torch.zeros_like(value) for key, value in load_file(files / "mtp.safetensors").items()}
+        save_file(head, files / "old.safetensors")
     output_of("quantize", str(files), str(out), "--scheme", "W8A16", "--no-compare")
     kept, original = (read_head(place)[1].weights for place in (out, files))
     assert all(torch.equal(kept[key], original[key]) for key in kept.keys() | original.keys())

@@ -444,7 +444,7 @@ def test_a_file_that_changes_while_it_is_read_is_one_sentence(change: Callable[[
         )
 
 
-@pytest.mark.parametrize("num_bytes", [100 << 20, 300 << 20], ids=["KV rows", "rotary tables"])
+@pytest.mark.parametrize("num_bytes", [100 << 20, 250 << 20], ids=["KV rows", "rotary tables"])
 def test_a_context_that_memory_does_not_hold_is_one_sentence(num_bytes: int, path: Path) -> None:
     tiny_file(path, context=1 << 20)
     LLM(str(path), dtype="float32", max_num_seqs=1, max_model_len=64)

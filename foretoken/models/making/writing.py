@@ -79,7 +79,7 @@ class Original:
         read = model_files(directory)
         for path in [*read, *(path for path in sorted(directory.glob("*.safetensors")) if path not in read)]:
             for key, header in tensor_headers(path).items():
-                if path in read or key.startswith(_OWN_HEAD):
+                if path in read or (key.startswith(_OWN_HEAD) and key not in self.headers):
                     self.headers[key], self._paths[key] = header, path
         self.headers = dict(sorted(self.headers.items(), key=lambda item: _natural(item[0])))
         check_counts(self.headers, self.config.get_text_config(), str(directory))

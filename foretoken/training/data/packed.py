@@ -37,7 +37,7 @@ PACKED_TOKENS = OutputDirectory(
 _ROUNDS = 8
 _COUNTED_AT_ONCE = 1 << 22  # labels; a choice: bounds the memory of a count
 _DAMAGED = "It is damaged: make the data again."
-_MOST_TOKENS = 1 << 24  # of a vocabulary; a choice: the largest ones have 2^18
+MOST_TOKENS = 1 << 24  # of a vocabulary; a choice: the largest ones have 2^18
 
 
 def shuffled(positions: np.ndarray, count: int, key: int) -> np.ndarray:
@@ -132,8 +132,8 @@ class _Meta(BaseModel):
     num_tokens: int = Field(ge=1)
     num_supervised: int = Field(ge=1)
     dtype: Literal["uint16", "uint32"]
-    vocab_size: int = Field(ge=1, le=_MOST_TOKENS)
-    largest_token_id: int = Field(ge=0, lt=_MOST_TOKENS)
+    vocab_size: int = Field(ge=1, le=MOST_TOKENS)
+    largest_token_id: int = Field(ge=0, lt=MOST_TOKENS)
     eos_id: int | None = Field(ge=0)
     tokenizer_sha: str
     tokens_sha256: str
